@@ -308,7 +308,10 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
-    """Returns the loader of training batches, where the run goes on, and the held-out documents."""
+    """Returns the loader of training batches and the held-out documents.
+
+    The loader of a resumed run stands at the checkpoint's next batch.
+    """
     data, start = recipe.data, recipe.start
     vocab_size = recipe.model.vocab_size
     stored: dict[str, Stored] = {}
@@ -316,12 +319,14 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         vocab_size = max(vocab_size, recipe.tokenizer.vocab_size)
     else:  # refuses log-probabilities of another model or corpus before minutes of reading
         stored = read_stored(recipe)
+    # Gives the documents what their rows lack, such as stored log-probabilities.
     finish = partial(
         recipe.aim.complete, vocab_size=vocab_size, stored=stored, is_shown=data.is_shown
     )
     corpus = open_corpus(data, recipe.tokenizer, vocab_size, recipe.reading, finish)
     loader = make_loader(data, corpus, world)
-    # Adapters need an extended base.
+    # A whole model's context is extended by this command. Adapters need a base whose context
+    # training.export has extended.
     extends = "" if recipe.trained.is_whole else "training.export "
     longest = corpus.packing.longest_document
     if text := beyond(recipe.model, start.declared_context, longest, extends):

@@ -562,7 +562,15 @@ class AttentionKind(MixerKind):
         seconds: Callable[..., float],
         device: torch.device,
     ) -> dict[str, float]:
-        """Measures the FLOP/s of forward and backward over one document of T tokens."""
+        """Measures the FLOP/s of forward and backward over one document of T tokens.
+
+        Args:
+            H, G, K: query heads, key/value heads, and the width of a head.
+            backend: the attention backend, such as "cudnn".
+            seconds: calls a function and returns the seconds of one call.
+
+        Returns the rates by name, such as "full forward" and "full backward".
+        """
         flops, taken = self.flops(T, H, G, K), self.time(T, H, G, K, backend, seconds, device)
         return {
             f"{self.name} {part}": getattr(flops, part) / s

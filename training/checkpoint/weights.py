@@ -339,16 +339,21 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
-    """Returns files and settings that go along with weights, from a tokenizer.json's folder.
+    """Returns the files of a tokenizer and the files and settings of a model.
 
-    The file may be missing. `weights` are its folder and another. The first folder that has a
-    model's own file or setting gives it.
+    Args:
+        tokenizer: the path of tokenizer.json, beside the tokenizer's other files; it may be
+            missing.
+        weights: folders of weights, such as adapters and their base; the tokenizer's folder is one
+            of them. (): the tokenizer's folder alone.
+
+    If several folders have a file, a setting or ids that stop a text, the first folder gives it.
     """
     folders = weights or [tokenizer.parent]
     companions = [_read_from(folder, folder == tokenizer.parent) for folder in folders]
     files: dict[str, bytes] = {}
     settings: dict = {}
-    for companion in reversed(companions):
+    for companion in reversed(companions):  # the first folder overwrites the others
         files |= companion.files
         settings |= companion.settings
     if tokenizer.is_file():

@@ -49,25 +49,30 @@ class _LayerSeconds:
         self.step, self.rates, self.layers, self.parts = step, rates, step.layers, step.parts
         self.heads_at_a_time = execution.heads_at_a_time
         unpacked = step.inventory(execution).unpacked
-        # Seconds in which a visit reads weights that a format holds and writes them.
+        # Seconds per block to decode quantized weights: bytes read and written by the GPU.
         self.visits = [unpacked.get(i, 0) / rates["memory"] for i in range(self.layers)]
         self.documents = step.documents or PackedDocuments.one_each(
             step.context_length, step.batch_size
         )
+        # how many layers have each kind of attention or linear attention
         self.mixers = Counter(parts.mixer for parts in self.parts)
         self.seconds_of = {
             mixer: attention_seconds(step, execution, mixer, self.documents, rates)
             for mixer in self.mixers
         }
+        # each layer's seconds of forward, of the choice of key blocks, and of backward
         self.attending = [self.seconds_of[parts.mixer] for parts in self.parts]
+        # Work of each layer's linear maps, derived once for all layers that are alike.
         works = {parts: work(step, execution, parts) for parts in {*self.parts}}
         self.linear = execution.linear
         self.work = [works[parts] for parts in self.parts]
-        # q, k and v go to other ranks, and attention's output comes back.
+        # Exchanges between ranks that share sequences: q, k and v go to other ranks, (H + 2G) K
+        # elements per token, and attention's output comes back, H K. `sent` has the seconds of two
+        # elements of each token.
         sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks) / rates["gpu link"]
         heads = [parts.mixer.heads for parts in self.parts]
         self.exchange = [(H + G) * K * sent for H, G, K in heads]
-        # in forward
+        # each layer's seconds of attention in forward, exchanges included
         self.attention = [
             forward + exchange for (forward, _, _), exchange in zip(self.attending, self.exchange)
         ]
@@ -79,6 +84,7 @@ class _LayerSeconds:
         self.added = [tuple(map(self._added, traffic)) for traffic in step.traffic]
         # Seconds of each layer's matrix products in forward.
         self.products = [*map(self._products, self.work)]
+        # A search asks for the same blocks many times.
         self.again = functools.cache(self._again)
 
     def _added(self, sizes: Mapping[str, float]) -> dict[str, float]:
@@ -225,12 +231,16 @@ class _Timeline:
     def _forward_seconds(self) -> float:
         """Returns the seconds of forward with the copies that kernels do not hide.
 
-        A block's copies have the time of one block: only one block's tensors leave at a time. The
-        next block's weights come as activations leave. The head's come beside the last block.
+        While a block runs, its own activations leave for the host and the next block's weights
+        come. The head's weights come beside the last block. Each block therefore takes as long as
+        the slowest of the three: its kernels, its activations, the next weights.
         """
+        # a block's kernels, on average
         block = sum(self.kernels.values()) / self.layers
+        # Weights of the embedding and of block 0 come before any kernel could hide them.
         seconds = self.weights[-1] + self.weights[0]
         seconds += sum(max(block, *both) for both in zip(self.sent, self.weights[1:]))
+        # FSDP2 gathers parameters over the same link.
         return max(seconds, self._copies + self._beside_blocks(self.sharding.gather))
 
     def _forward_phase(self) -> Phase:

@@ -53,12 +53,14 @@ class VisitingWeights:
         self.free(but=(then,))
 
     def free(self, but: Collection[int | None] = ()) -> None:
-        """Frees the memory of all weights, but for some blocks'.
+        """Frees the GPU memory of all blocks' weights, except for the blocks `but`.
 
-        Kernels that are queued later may reuse it.
+        `but` may hold None for a block that does not exist, such as the next one after the last.
+        Kernels that are queued from now on may reuse the memory.
         """
         self._finish_fetching()  # a copy may still be filling it
         for block in self.present.difference(but):
+            # Autograd then refuses to run backward through graphs that read these weights.
             torch.autograd.graph.increment_version([*self.homes[block]])
             for parameter in self.homes[block]:
                 parameter.untyped_storage().resize_(0)

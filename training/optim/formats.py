@@ -220,6 +220,11 @@ class CompactState(StateFormat):
         }
 
     def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        """Sets the values that are given: encodes moments, and splits a float32 master.
+
+        The master of a bf16 parameter becomes the parameter and a correction of 16 bits. A float32
+        parameter has no correction: it is the master.
+        """
         encoded: dict[str, Tensor] = {}
         if "master" in values and "correction" not in state:
             parameter.copy_(values["master"])

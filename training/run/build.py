@@ -180,18 +180,21 @@ def without_plan(shard: ModelConfig, ranks: int) -> str | None:
 def plan_memory(
     recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None = None
 ) -> Plan:
-    """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the
-    GPU's memory.
+    """Returns the fastest plan within --memory_budget and --host_budget, and caps the GPU's memory.
 
-    It has the faster of the attention kernels that `attention_backend` may mean. Without a budget
-    nothing is searched:
-    blocks keep their input with --gradient_checkpointing, and all without.
+    All ranks get the same plan. With --attention_backend auto, cuDNN and flash-attn-4 are compared
+    where both run. Without --memory_budget nothing is searched or capped: blocks keep their input
+    alone with --gradient_checkpointing, else all activations.
+
+    Args:
+        documents: the documents of a micro-batch; None: they are not known.
     """
     step = step_of(recipe, model, world, documents)
     if recipe.memory_budget is None:
         return Plan(step, step.unplanned(Placement() if recipe.recomputes_blocks else WHOLE))
     budgets, execution = memory_budgets(recipe, world), step.given
     length = recipe.batch.context_length
+    # amounts of work per second, each the slowest rank's
     rates = measure_rates(
         model.shard,
         execution.attention_backend,
@@ -203,6 +206,7 @@ def plan_memory(
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
+    # rates of flash-attn-4; {}: it is not compared
     measured = measure_flash_attn_4(step, world) if recipe.attention_backend == "auto" else {}
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
@@ -217,7 +221,7 @@ def plan_memory(
         compared = {candidate.execution.attention_backend: candidate.seconds for candidate in plans}
         fastest = min(plans, key=lambda candidate: candidate.seconds)
         plan = dataclasses.replace(fastest, compared=compared)
-    # unequal shards might plan unequally
+    # Ranks whose shards differ might choose different plans: all take the main rank's.
     plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))
     cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)

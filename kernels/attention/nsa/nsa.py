@@ -215,11 +215,18 @@ class NSA(AttentionKind):
         return [out.view(shape) for out in outs], [lse.view(shape[:3]) for lse in lses], lists
 
     def _reference_forward(self, q, k, v, segments, lists):
+        """Computes `forward` in PyTorch, one document after the other.
+
+        Returns three outputs, three log-sum-exps, and the lists of blocks, chosen here if `lists`
+        is None.
+        """
         results: list[Tensor] = []
         for row, start, stop in all_segments(segments, *q.shape[:2]).tolist():
             tokens = row, slice(start, stop)
+            # the number of blocks to choose, or this document's lists
             blocks = self.list_length if lists is None else lists[tokens]
             parts = branches_reference(q[tokens], k[tokens], v[tokens], blocks, self.window)
+            # tensors for all tokens, made at the first document
             results = results or [part.new_empty(*q.shape[:2], *part.shape[1:]) for part in parts]
             put(parts, [x[tokens] for x in results])
         return results[:BRANCHES], results[BRANCHES:-1], results[-1]
