@@ -50,7 +50,7 @@ def loader_of(texts, config, ranks=1, **settings):
 def count(config, loader, given=(), cosine_steps=LARGE, **progress):
     start = Progress(config.max_steps or LARGE, cosine_steps, **progress)
     world = World(0, 1, torch.device("cpu"))
-    recipe = recipe_of(config, MODEL_SIZES["tiny"], world, given=frozenset(given))
+    recipe = recipe_of(config, MODEL_SIZES["tiny"], world, flag_names=frozenset(given))
     return count_steps(recipe.schedule, start, loader, recipe.batch.micro_batches, None)
 
 

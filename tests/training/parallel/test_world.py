@@ -359,7 +359,7 @@ def test_a_rank_that_is_stopped_is_named(monkeypatch, capfd):
     rank, left, error = subprocess.Popen(["sleep", "60"]), threading.Event(), ""
     os.kill(rank.pid, signal.SIGSTOP)
     thread = threading.Thread(
-        target=world.end_with, args=([os.getpid(), rank.pid], os.getppid(), left)
+        target=world.end_with, args=([os.getpid(), rank.pid], os.getppid(), left, None)
     )
     thread.start()
     deadline = time.time() + 20
