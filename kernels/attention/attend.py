@@ -57,7 +57,8 @@ def _attend(
         )
         outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
         chosen = None if chosen is None else copies.drop(chosen, q)
-    return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
+    results = [x.contiguous() for x in (*outs, *lses)]  # as the fake results are
+    return [*results, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 
 @operation(

@@ -122,3 +122,11 @@ def test_refused(shape, kind, message, device):
     q, k, v = make_qkv(B, T, H, G, K, bf16 if G == 1 else fp32, device)
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, kind=kind(), gates=torch.zeros(1, 8, 3, 2, device=device), impl="triton")
+
+
+@pytest.mark.parametrize("kind", [FULL, Window(4), SPARSE], ids=lambda kind: kind.name)
+def test_results_on_a_cpu_have_the_strides_that_compiled_blocks_expect(kind):
+    """Window's reference gave log-sum-exps by head: `--compile` on a CPU ended in a traceback."""
+    inputs = make_qkv(2, 96, 4, 2, 8, fp32, torch.device("cpu"))
+    arguments = *inputs, None, None, kind.number, "cpu", False
+    torch.library.opcheck(torch.ops.fathom.attend, arguments, test_utils="test_faketensor")
