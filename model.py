@@ -67,15 +67,10 @@ class RMSNorm(nn.Module, Knobs):
         # Hooks are readers too: they may keep the result or its gradient.
         has_hooks = bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
         return rms_norm(
-            x,
-            local(self.weight),
-            self.eps,
-            residual=residual,
-            weight_offset=self.offset,
-            cast_before_weight=self.casts_first,
-            read_once=self.read_once and not has_hooks,
+            x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
+            cast_before_weight=self.casts_first, read_once=self.read_once and not has_hooks,
             impl=self.impl,
-        )
+        )  # fmt: skip
 
 
 class Embedding(nn.Embedding, Knobs):
@@ -138,20 +133,12 @@ class Attention(nn.Module, Knobs):
         cache = context.cache(self.layer)
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
-                x_BTD,
-                qkv,
-                o_weight,
-                cos,
-                sin,
-                context.segments,
-                kind=kind,
-                gates=gates,
-                linear=linear,
-                impl=impl,
+                x_BTD, qkv, o_weight, cos, sin, context.segments, kind=kind, gates=gates,
+                linear=linear, impl=impl,
                 heads_at_a_time=self.heads_at_a_time,
                 exchange=None if cache is not None else self.exchange,
                 backend=self.backend,
-            )
+            )  # fmt: skip
             if cache is not None:
                 # Keys and values of the prompt once more; the one query head is not used.
                 one_head = qkv.with_one_query_head()
@@ -198,15 +185,10 @@ class GatedDeltaNet(nn.Module, Knobs):
         )
         cache = context.cache(self.layer)
         return gated_delta_net(
-            x_BTD,
-            parameters,
-            self.part,
-            context.segments,
-            cache=cache,
-            exchange=None if cache is not None else self.exchange,
-            linear=self.linear,
+            x_BTD, parameters, self.part, context.segments, cache=cache,
+            exchange=None if cache is not None else self.exchange, linear=self.linear,
             impl=self.impl,
-        )
+        )  # fmt: skip
 
     def new_cache(self, max_length: int) -> StateCache:
         return StateCache()
@@ -228,14 +210,10 @@ class GatedMLP(nn.Module, Knobs):
             adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)
         ]
         y_BTD = gated_mlp(
-            self.tensor_ranks.enter(x_BTD),
-            *weights,
-            activation=self.part.activation,
+            self.tensor_ranks.enter(x_BTD), *weights, activation=self.part.activation,
             tile_size=self.tile_size,
-            skippable=self.skippable,
-            linear=self.linear,
-            impl=self.impl,
-        )
+            skippable=self.skippable, linear=self.linear, impl=self.impl,
+        )  # fmt: skip
         return self.tensor_ranks.leave(y_BTD, skippable=self.skippable)
 
 
@@ -273,15 +251,9 @@ class Experts(nn.Module, Knobs):
         gate_up = adapted(self.experts.base_layer, self.experts["gate_up_proj"])
         down = adapted(self.experts, self.experts["down_proj"])
         y_ND = expert_mlp(
-            x_ND,
-            gate_up,
-            down,
-            experts_Nk,
-            weights_Nk,
-            tile_size=self.tile_size,
-            skippable=self.skippable,
-            impl=self.impl,
-        )
+            x_ND, gate_up, down, experts_Nk, weights_Nk,
+            tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
+        )  # fmt: skip
         if self.part.shared:
             self.shared_expert.linear, self.shared_expert.tile_size = self.linear, self.tile_size
             y_ND = y_ND + self.shared_expert_gate(x_ND).sigmoid() * self.shared_expert(x_ND)
@@ -459,14 +431,10 @@ class Transformer(Declared, ContextMaker, Knobs):
 
     @torch.no_grad()
     def next_tokens(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
+        self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Continues `input_ids` [B, T >= 1] with a key/value cache.
 
         Each token is the likeliest one at temperature 0, else it is sampled.
