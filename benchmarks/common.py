@@ -33,8 +33,8 @@ def parse_flags(
     and seed PyTorch.
 
     Args:
-        cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: no --tokens.
-        flags: name of each other flag, without dashes -> arguments of `add_argument`.
+        cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: no --tokens. flags:
+            name of each other flag, without dashes -> arguments of `add_argument`.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
@@ -167,8 +167,7 @@ def compare_with_copy(
 
     Args:
         implementations: name -> (function, inputs that require gradients). Give separate inputs to
-        a function that
-            writes over them.
+            a function that writes over them.
         forward_bytes, backward_bytes: each input read once and each output written once.
     """
     forward, backward = {}, {}

@@ -19,9 +19,8 @@ from benchmarks.common import ROOT
 
 FIRST_PORT = 29_500  # torchrun's on the machine's first GPU; on the second it is the next
 LEAST_GIB = 6.0  # host memory that a command takes beside what it pins
-GRACE = (
-    10.0  # seconds that torchrun has to end its ranks, which no signal to its process group reaches
-)
+# seconds that torchrun has to end its ranks, which no signal to its process group reaches
+GRACE = 10.0
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,9 @@ def run_all(
     Args:
         gpus: names for CUDA_VISIBLE_DEVICES; [""] runs one job after another without a GPU.
         gib: the host's memory. A job waits until what runs leaves as much as it may take, or runs
-        alone. limit: seconds from now. A job that would end later is left out, and what runs is
-        killed. logs: folder of what each command prints.
+            alone.
+        limit: seconds from now. A job that would end later is left out, and what runs is killed.
+        logs: folder of what each command prints.
     """
     began, free, waiting, running = time.monotonic(), list(gpus), list(jobs), list[Running]()
     logs.mkdir(parents=True, exist_ok=True)

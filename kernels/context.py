@@ -23,8 +23,8 @@ Rotation = tuple[Tensor, Tensor]
 class Rotations:
     """The rotations of tokens in both kinds of layers."""
 
-    full: Rotation  # of layers that see everything
-    windowed: Rotation
+    full: Rotation  # layers that see everything
+    windowed: Rotation  # layers with a window
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Context:
 class ContextMaker:
     """Mixin of a decoder, which makes contexts from its tables of rotations."""
 
-    rotary: RotaryTables  # of layers that see everything
-    local_rotary: RotaryTables  # of layers with a window, the same if they rotate alike
+    rotary: RotaryTables  # layers that see everything
+    local_rotary: RotaryTables  # layers with a window; `rotary` itself if both rotate alike
 
     def make_tables(self, config: ModelConfig) -> None:
         """Makes `rotary` and `local_rotary` of a configuration."""

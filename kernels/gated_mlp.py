@@ -174,7 +174,7 @@ class _Backward:
 
     linear: Linear
     options: tuple[str, bool]  # activation and on_triton, as `Linear.activated` takes them
-    weights: Sequence[Weight]  # of gate, up and down, as all fields below
+    weights: Sequence[Weight]  # gate's, up's and down's, as in all fields below
     weights_t: Sequence[Factor]
     needs: Sequence[Sequence[bool]]  # whether each tensor of a weight needs a gradient
     totals: Sequence[Sequence[Tensor | None] | None]  # where gradients add up; None: they do not

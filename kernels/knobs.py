@@ -14,10 +14,10 @@ class Knobs:
     impl = "auto"  # see kernels.common.IMPLEMENTATIONS
     linear: Linear = PLAIN  # the linear maps
     tensor_ranks = TensorRanks(None)  # ranks that share the module's matrices
-    exchange: HeadExchange | None = None  # of ranks that share sequences, with `documents` given
-    backend = "auto"  # of attention, see kernels.attention.libraries.BACKENDS
+    exchange: HeadExchange | None = None  # ranks that share sequences; needs `documents`
+    backend = "auto"  # attention's kernel, see kernels.attention.libraries.BACKENDS
     heads_at_a_time: int | None = None  # key/value heads that attention computes; None: all
     tile_size: int | None = None  # rows that an MLP computes at a time; None: all
     read_once = False  # whether one operation reads a norm's result, see kernels.rms_norm
-    loss_impl = "auto"  # of the head; "chunked" or "standard" force one
+    loss_impl = "auto"  # the head's loss; "chunked" or "standard" force one
     head_visit: Callable[[], AbstractContextManager] = nullcontext  # brings the head's matrix

@@ -109,9 +109,8 @@ class Parameter:
     # residual stream; "neutral", with which a norm changes no scale; "zero"; "one"; "decay",
     # logarithms of 0.01 to 16; "uniform" within 1 / sqrt(columns).
     start: str = "normal"
-    shared_dim: int | None = (
-        None  # the dimension that tensor-parallel ranks share; None: each rank has all of it
-    )
+    # the dimension that tensor-parallel ranks share; None: each rank has all of it
+    shared_dim: int | None = None
     # "map": the matrix of a linear map, which FP8 applies to. "router": it scores experts.
     # "shared_gate": it weighs the expert that all tokens go through. "gate": it weighs branches of
     # attention. "adapter": a factor of an adapter. "": all others.
@@ -122,9 +121,8 @@ class Parameter:
     takes_lora_plus: bool = False  # whether --lora_plus multiplies its learning rate
     is_exact: bool = False  # whether it stays float32 where the others are bf16
     is_exact_in_files: bool = False  # whether released files have it in float32 as well
-    active: float = (
-        1.0  # share of its elements that one token is multiplied by, such as 8 of 128 experts'
-    )
+    # share of its elements that one token is multiplied by, such as 8 of 128 experts'
+    active: float = 1.0
     # Matrices of each expert, one below the other. Files may have a tensor for each in its place.
     matrices: tuple[str, ...] = ()
     fused: Fused | None = None  # its place in files that hold it in a larger tensor
@@ -257,9 +255,8 @@ class Work(NamedTuple):
     matrix_flops: float  # floating-point operations of matrix products
     repeated_flops: float  # operations that backward runs again, where activations were not kept
     elementwise_bytes: int  # read and written outside of matrix products and attention
-    is_skipped: bool = (
-        False  # whether a second forward leaves the part out, see `kernels.common.operation`
-    )
+    # whether a second forward leaves the part out, see `kernels.common.operation`
+    is_skipped: bool = False
     rate: str | None = None  # name of the measured rate of its products; None: the linear map's
 
 
@@ -268,9 +265,8 @@ class LayerParts(Part):
     """Descriptions of what a block is made of, beside its norms. Its number is its hash, which is
     quick: plans are searched by it."""
 
-    mixer: (
-        Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
-    )
+    # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
+    mixer: Any
     mlp: Any  # an MLPPart: kernels.gated_mlp.GatedMLPPart or kernels.experts.part.ExpertsPart
 
     def __iter__(self) -> Iterator[LayerPart]:
@@ -299,7 +295,9 @@ class BlockForm:
     after: bool = False  # norms of what they add to the residual stream
     offset: float = 0.0  # added to norms' weights; Gemma's is 1
     cast: bool = True  # norms round before they multiply by the weight, as Llama's do
-    multiplier: float = 1.0  # of what attention and MLP add to the residual stream; Granite's
+    multiplier: float = (
+        1.0  # factor of what attention and MLP add to the residual stream; Granite's
+    )
 
     def __post_init__(self):
         if not (self.before or self.after):
@@ -343,21 +341,18 @@ class MixerKind(Part, ABC):
     name: ClassVar[str]  # in flags
     takes: ClassVar[tuple[str, ...]] = ()  # names of the flags that it obeys
     branches: ClassVar[int] = 1  # outputs that are kept for backward, each with a log-sum-exp
-    gates_per_head: ClassVar[int] = (
-        0  # gate logits per token and query head, which the model computes
-    )
+    # gate logits per token and query head, which the model computes
+    gates_per_head: ClassVar[int] = 0
     has_keys: ClassVar[bool] = True  # whether generation keeps keys and values of earlier tokens
-    selected_blocks: int = (
-        0  # blocks of keys per token, as flags count them; 0: the kind chooses none
-    )
+    # blocks of keys per token, as flags count them; 0: the kind chooses none
+    selected_blocks: int = 0
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()  # head widths that its GPU kernels take; (): any
     h200_rates: ClassVar[dict[str, float]]  # its rates on an H200, by the names that `work` uses
     # Whether `forward` and `backward` take segments with prompts.
     # If not, see `kernels.attention.prompts.Copies`.
     reads_prompts: ClassVar[bool] = False
-    sees_uncopied: ClassVar[bool] = (
-        False  # whether answers attend to what is not copied of their prompts as well
-    )
+    # whether answers attend to what is not copied of their prompts as well
+    sees_uncopied: ClassVar[bool] = False
     # Whether its kernels need as much power as matrix products. If not, they run at a lower clock
     # between products.
     draws_full_power: ClassVar[bool] = False

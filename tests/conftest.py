@@ -19,9 +19,8 @@ from tests import gpu
 FREEZE = gc.freeze  # runs do not, see pytest_collection_finish
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
-    ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
-)
+# for `deterministic`; PyTorch's own size on Hopper GPUs
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 os.environ.setdefault(
     "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 )  # every command sets it before CUDA starts

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-GPUS = (
-    "FATHOM_TEST_GPUS"  # environment variable: the GPUs that a run's processes share, such as 0,1
-)
+# environment variable: the GPUs that a run's processes share, such as 0,1
+GPUS = "FATHOM_TEST_GPUS"
 LEAST_GIB = 6  # memory of a GPU that a test needs, with CUDA's own
 GIB = 2**30
 MIXED = (

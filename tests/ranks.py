@@ -35,7 +35,7 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an
-        error, or was killed.
+            error, or was killed.
     """
     store = meeting_point()
     mp.start_processes(

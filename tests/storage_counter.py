@@ -16,8 +16,7 @@ class StorageCounter(TorchDispatchMode):
 
     Args:
         own_bytes: bytes that an operation takes inside, where fake tensors do not show them, by
-        operation: a number, or
-            a function of the call's arguments.
+            operation: a number, or a function of the call's arguments.
     """
 
     def __init__(self, own_bytes=None):

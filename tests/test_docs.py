@@ -52,9 +52,8 @@ OTHERS = {
     "trackio",
     "wandb",
 }  # programs of others in .venv/bin
-RUN = (
-    "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
-)
+# stands before a block of commands that a CPU runs in seconds
+RUN = "<!-- the tests run this -->\n"
 
 
 class Parsed(Exception):

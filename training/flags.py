@@ -82,9 +82,8 @@ class Rule(typing.NamedTuple):
     """Settings that are refused beside each other: a row of the table `rules` that a command's
     dataclass has."""
 
-    idle: (
-        str  # flags, separated by spaces, that have no effect; "": the settings exclude each other
-    )
+    # flags, separated by spaces, that have no effect; "": the settings exclude each other
+    idle: str
     # end of the message "NAME has no effect ...", or all of it; {name} stands for a setting's value
     why: str
     # takes an object of the dataclass; the row holds if the result is true

@@ -49,9 +49,8 @@ class Rounded(Linear):
     dy_dtype: torch.dtype | None = None  # the gradients of outputs have it; None: as the others
     block: int | None = None  # elements that share a scale; None: a row
     is_power: bool = False  # whether scales are powers of two
-    rotates: bool = (
-        False  # whether blocks of 64 are multiplied by a Hadamard matrix before they are rounded
-    )
+    # whether blocks of 64 are multiplied by a Hadamard matrix before they are rounded
+    rotates: bool = False
 
     def forward(self, x, weight, bias=None, *, out=None):
         return PLAIN.forward(self._rounded(x), self._rounded(weight), bias, out=out)
@@ -97,9 +96,8 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 class ByMatrix(Linear):
     """The map of each matrix by its identity, which blocks that run whole pass on."""
 
-    trains_matrices = (
-        False  # an MLP then calls this map, in place of the pieces of one map for all its matrices
-    )
+    # an MLP then calls this map, in place of the pieces of one map for all its matrices
+    trains_matrices = False
 
     def __init__(self, chosen: dict[int, Linear]):
         object.__setattr__(self, "chosen", chosen)
@@ -190,9 +188,8 @@ class Measured(NamedTuple):
     """Results of a setting on all batches."""
 
     losses: Tensor  # one for each token
-    divergences: (
-        Tensor  # one for each token: the words' Kullback-Leibler divergence from the exact ones
-    )
+    # one for each token: the words' Kullback-Leibler divergence from the exact ones
+    divergences: Tensor
     gradients: dict[str, Tensor]  # the mean loss's, of the blocks' matrices
     logits: list[Tensor]  # one for each batch; none of a setting that is compared
 

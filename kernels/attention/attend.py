@@ -57,7 +57,7 @@ def _attend(
         )
         outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
         chosen = None if chosen is None else copies.drop(chosen, q)
-    results = [x.contiguous() for x in (*outs, *lses)]  # as the fake results are
+    results = [x.contiguous() for x in (*outs, *lses)]  # compiled blocks expect it
     return [*results, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 

@@ -27,9 +27,8 @@ from .sparse.layout import make_layout
 from .sparse.sparse_attention import HEAD_DIMS, check_inputs, check_shapes, flat
 
 BLOCK_SIZE = 64  # tokens of a block of keys
-BAND_BACKWARD_PRODUCTS = (
-    7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
-)
+# matrix products of backward: three in dq's kernel, four in dk's and dv's
+BAND_BACKWARD_PRODUCTS = 7
 FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # head widths of FlashAttention-2
 
 

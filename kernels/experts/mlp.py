@@ -213,7 +213,7 @@ class _TileProducts:
         self.gate_up_term: LowRank | None = None  # b_in v
         self.d_hidden_term: LowRank | None = None  # a_out^T e
         if adapters:
-            self.sorted_groups = by_place(groups)  # for rows that are sorted by expert
+            self.sorted_groups = by_place(groups)  # rows are sorted by expert
             self.gate_up_term = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in)
             narrowed = narrow(dy, adapters.b_out.mT.contiguous(), groups)
             self.d_hidden_term = LowRank(narrowed, adapters.a_out)

@@ -28,9 +28,8 @@ LONG = 9728 if IS_GPU else 64  # the 4B's longest row
 FEW = 4096 if IS_GPU else 32
 TOKENS = 8192 if IS_GPU else 128
 MOST_LOST = 0.004  # share of a sum, for factors of 16 bits or more
-MOST_LOST_IN_8_BITS = (
-    0.01  # factors of few numbers may round to one side; fast accumulation lost 0.04 to 0.23
-)
+# factors of few numbers may round to one side; fast accumulation lost 0.04 to 0.23
+MOST_LOST_IN_8_BITS = 0.01
 
 
 def positive(*shape, seed, dtype=torch.bfloat16, scale=1.0):

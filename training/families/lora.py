@@ -43,9 +43,8 @@ from training.host.files import read_json
 from training.host.sizes import check_sizes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FROZEN_BITS = (
-    "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
-)
+# in config.json: bits of the frozen matrices that adapters were trained beside
+FROZEN_BITS = "frozen_bits"
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of
 # others, and settings that are read. All other settings are refused unless they are empty.
 NO_EFFECT = {

@@ -30,12 +30,10 @@ class Family:
     # Tensors in files that hold several parameters of a block, by names in the block.
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
-    class_name: str | None = (
-        None  # the beginning of transformers' class; None: the model_type with a capital
-    )
-    wrapper: str | None = (
-        None  # model_type of models of text and images whose text model, without a name, is such
-    )
+    # the beginning of transformers' class; None: the model_type with a capital
+    class_name: str | None = None
+    # model_type of models of text and images whose text model, without a name, is such
+    wrapper: str | None = None
 
     def own(self, content: dict) -> dict:
         """Returns settings without the `SOME_FAMILIES` that this family does not have."""

@@ -15,9 +15,8 @@ from kernels.parts import Parameter
 class Trained:
     """Trains every parameter of a model. A subclass trains others."""
 
-    is_whole: ClassVar[bool] = (
-        True  # whether checkpoints hold the model, its frozen parameters as well
-    )
+    # whether checkpoints hold the model, its frozen parameters as well
+    is_whole: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return "no adapters"

@@ -36,9 +36,8 @@ class Placement:
     results: str = "recompute"  # results of the operations that `kernels.common` calls keepable
     # all other activations; "gpu" needs input and results there, "host" does not exist
     rest: str = "recompute"
-    weights: str = (
-        "gpu"  # on the "host" with their optimizer's state; on the GPU while the block runs
-    )
+    # on the "host" with their optimizer's state; on the GPU while the block runs
+    weights: str = "gpu"
 
     def __post_init__(self):
         allowed = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
@@ -73,23 +72,18 @@ class Execution:
     """
 
     placements: tuple[Placement, ...] = ()  # one per block; () as long as none are chosen
-    mlp_tile_size: int | None = (
-        None  # tokens that a block's MLP works on at a time; None, and in whole blocks: all
-    )
-    heads_at_a_time: int | None = (
-        None  # key/value heads that attend at a time; None, and in whole blocks: all
-    )
+    # tokens that a block's MLP works on at a time; None, and in whole blocks: all
+    mlp_tile_size: int | None = None
+    # key/value heads that attend at a time; None, and in whole blocks: all
+    heads_at_a_time: int | None = None
     # masters and moments that stay on the GPU, see `Inventory.of`
     gpu_state_bytes: float = math.inf
-    state_format: str = (
-        "float32"  # the optimizer's, see training.optim.formats; "auto": not chosen yet
-    )
-    loss_impl: str = (
-        "auto"  # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
-    )
-    attention_backend: str = (
-        "auto"  # the library kernel that attends, a name in kernels.attention.libraries.BACKENDS
-    )
+    # the optimizer's, see training.optim.formats; "auto": not chosen yet
+    state_format: str = "float32"
+    # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
+    loss_impl: str = "auto"
+    # the library kernel that attends, a name in kernels.attention.libraries.BACKENDS
+    attention_backend: str = "auto"
     kinds: tuple[
         MixerKind, ...
     ] = ()  # how each block attends; (): as the model's configuration says

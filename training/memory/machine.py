@@ -268,16 +268,14 @@ def _seconds_between(work: Callable[[], object], products: Callable[[], object])
 class GPU:
     """One model of GPU, by its data sheet."""
 
-    device_name: (
-        str  # a regular expression that finds the GPU in the driver's name for it, as whole words
-    )
+    # a regular expression that finds the GPU in the driver's name for it, as whole words
+    device_name: str
     memory_bytes: int  # memory that nvidia-smi shows: less than the round number in the GPU's name
     flops: float  # FLOP/s, dense bf16 peak of the tensor cores with float32 accumulation
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s each way between GPU and host
-    attention_backend: str = (
-        "flash"  # the backend that `kernels.attention.libraries.choose_backend` chooses on it
-    )
+    # the backend that `kernels.attention.libraries.choose_backend` chooses on it
+    attention_backend: str = "flash"
     # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to
     # the host. A bridge between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
     nvlink_bandwidth: float = 0
@@ -344,9 +342,8 @@ GPUS = {
     "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn", 900e9),
 }
 _ROUNDED = 0.1  # share by which a size as sold may be off: 48 GB are on an A40, which shows 45
-_OTHER_CARD = (
-    r"(?! (Ti|SUPER|D|Laptop)\b)"  # after a card's name, these words name another: "RTX 4070 Ti"
-)
+# after a card's name, these words name another: "RTX 4070 Ti"
+_OTHER_CARD = r"(?! (Ti|SUPER|D|Laptop)\b)"
 # Short names, as `_read_name` makes them, of GPUs older than Ampere: T4, V100, P100, RTX 2080 Ti,
 # GTX 1080.
 _WITHOUT_BF16 = r"t4g?|[kmp]\d+|v100s?|titan.*|gtx.*|(10|16|20)\d0(ti)?(super)?"

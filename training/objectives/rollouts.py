@@ -30,9 +30,8 @@ from training.data.loader import Batch
 from training.objectives.scored import Objective, Scored, Terms, mean_of
 
 BY_ANSWER = ("grpo", "gspo")
-LARGEST_EXPONENT = (
-    60.0  # ratios end at e^60 = 1e26, which float32 holds after it was multiplied by an advantage
-)
+# ratios end at e^60 = 1e26, which float32 holds after it was multiplied by an advantage
+LARGEST_EXPONENT = 60.0
 
 
 @dataclass(frozen=True)

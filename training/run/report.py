@@ -30,9 +30,8 @@ from training.plots.svg import draw_panels
 logger = logging.getLogger(__name__)
 NAME = "report.html"
 SECONDS_BETWEEN_PAGES = 15.0
-SHARE_OF_TIME = (
-    0.02  # limit for pages: one that computes for a second is followed by 50 seconds without
-)
+# limit for pages: one that computes for a second is followed by 50 seconds without
+SHARE_OF_TIME = 0.02
 SECONDS_OF_LAST_PAGE = 10.0  # time that the end of a run waits for the page before
 MOST_ROWS = 4000  # steps that are kept; more lose every second one
 MOST_WARNINGS = 50

@@ -27,13 +27,11 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
-HANG_SECONDS = (
-    600.0  # without an end of a step, or ten times as long as the last one where that is more
-)
+# without an end of a step, or ten times as long as the last one where that is more
+HANG_SECONDS = 600.0
 LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop
-LOOK_SECONDS = (
-    0.5  # from one look between blocks to the next, about; the host waits for the GPU in a look
-)
+# from one look between blocks to the next, about; the host waits for the GPU in a look
+LOOK_SECONDS = 0.5
 LOOKS_BEHIND = 2  # looks begun since the look whose answer is read
 
 

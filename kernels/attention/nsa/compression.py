@@ -49,14 +49,12 @@ class Windows(NamedTuple):
     segments: Tensor | None
     window_start: Tensor  # [windows] int32: a window's first token
     first_window: Tensor  # [tokens] int32: the first window of a token's document
-    windows_of_token: (
-        Tensor  # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
-    )
+    # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
+    windows_of_token: Tensor
     # [tokens] int32: the token's place in the tiles [windows, 16]; -1: it sees no window
     tile_of_token: Tensor
-    token_of_tile: (
-        Tensor  # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
-    )
+    # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
+    token_of_tile: Tensor
 
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:

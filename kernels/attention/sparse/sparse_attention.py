@@ -66,9 +66,8 @@ WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
 WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}
 # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
 WORKSPACE_BYTES = 9 * 2**28
-SCORES_BYTES = (
-    WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
-)
+# limit on scores that exist at a time: no more than the slots after them
+SCORES_BYTES = WORKSPACE_BYTES
 
 
 def visible_keys(

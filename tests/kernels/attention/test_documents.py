@@ -58,7 +58,7 @@ def test_offsets_of_all_calls_and_rows():
     assert [call[:3] for call in calls] == [(0, 8, ()), (8, 13, (2, 5)), (13, 20, ())]
     assert calls[1].offsets.tolist() == [0, 2, 5] and calls[1].offsets.dtype == torch.int32
     assert calls[1].longest == 256 and calls[0].offsets is calls[2].offsets is None
-    assert document_calls(q, segments.clone(), 5) is calls  # those of the other layers
+    assert document_calls(q, segments.clone(), 5) is calls  # another layer takes the same calls
     one = document_calls(q, segments, float("inf"))
     assert [call.offsets.tolist() for call in one] == [[0, 8, 10, 13, 20]]
 
