@@ -75,7 +75,10 @@ class RMSNorm(nn.Module, Knobs):
 
 class Embedding(nn.Embedding, Knobs):
     def reset_parameters(self) -> None:
-        """Draws a weight that has data: on meta, PyTorch would import its compiler for a second."""
+        """Draws a weight that has data.
+
+        On meta, PyTorch would import its compiler, which takes a second, to draw nothing.
+        """
         if not self.weight.is_meta:
             super().reset_parameters()
 

@@ -57,7 +57,8 @@ def _attend(
         )
         outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
         chosen = None if chosen is None else copies.drop(chosen, q)
-    results = [x.contiguous() for x in (*outs, *lses)]  # compiled blocks expect it
+    # Compiled code expects the strides of `_fake_results`.
+    results = [x.contiguous() for x in (*outs, *lses)]
     return [*results, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 

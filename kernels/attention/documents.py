@@ -91,7 +91,7 @@ class Documents:
         return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist(), is_padding_BT)
 
     def share(self, positions: slice) -> "Documents":
-        """Returns what a rank has of whole sequences, of which it takes the positions `own`."""
+        """Returns what a rank has of whole sequences, of which it takes `positions`."""
         is_padding_BT = None if self.is_padding_BT is None else self.is_padding_BT[:, positions]
         return replace(
             self, positions_BT=self.positions_BT[:, positions], is_padding_BT=is_padding_BT

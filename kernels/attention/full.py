@@ -3,9 +3,9 @@ sequence.
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
 
-Libraries' kernels compute it, see libraries.py. Query head h reads key/value head h //
-(H / G); keys and values are never repeated in memory. documents.py says which documents attend
-together in one call.
+Libraries' kernels compute it, see libraries.py. Query head h reads key/value head
+h // (H / G); keys and values are never repeated in memory. documents.py says which documents
+attend together in one call.
 
 Kept for backward, per token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H
 elements.
@@ -194,12 +194,12 @@ def full_backward(
         tensors_n, lse_n = [x[tokens] for x in tensors], lse[tokens]
         places_n = [x[tokens] for x in places]
         if call.offsets is not None:
-            options = lse_n.T.contiguous(), call.offsets, call.longest
-            put(kernel.backward_together(*tensors_n, *options), places_n)
+            # No name holds the log-sum-exps' copy, so that it is freed before the next call's.
+            bounds = call.offsets, call.longest
+            put(kernel.backward_together(*tensors_n, lse_n.T.contiguous(), *bounds), places_n)
         else:
-            rows = [_rows(x, T) for x in tensors_n]
-            lse_n = _rows(lse_n, T).transpose(1, 2).contiguous()
-            put(kernel.backward(*rows, lse_n), [_rows(x, T) for x in places_n])
+            rows, lse_n = [_rows(x, T) for x in tensors_n], _rows(lse_n, T).transpose(1, 2)
+            put(kernel.backward(*rows, lse_n.contiguous()), [_rows(x, T) for x in places_n])
     return results
 
 

@@ -3,8 +3,8 @@ computed once.
 
 Answers are documents that go on from their prompt: their positions count from the prompt's first
 token, and they see the prompt and themselves. The prompt's last token predicts the first token of
-each answer, so each answer begins with it: the rows [a b c | d e] and [a b c | f] become [a b | c d
-e | c f].
+each answer, so each answer begins with it: the rows [a b c | d e] and [a b c | f] become
+[a b | c d e | c f].
 
 Attention to everything merges two results by their log-sum-exps: of an answer by itself, and of a
 call in which all answers of a prompt see all of its tokens. Backward makes both calls with the

@@ -122,7 +122,7 @@ def branches_reference(
 
 @operation("fathom::nsa_gated_sum", lambda outs, *_: outs[0].new_empty(outs[0].shape))
 def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> Tensor:
-    """Returns the gated sum [B, T, H, K] of three outs.
+    """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K].
 
     Gates are logits [B, T, H, 3].
     """

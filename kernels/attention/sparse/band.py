@@ -3,9 +3,8 @@ flash-attention style.
 
 ../README.md has the mathematics. A program of backward's first kernel holds queries and makes dq
 and delta. A program of the second holds a block of keys and makes dk and dv. All later tokens of a
-document attend to its first block:
-tokens past that block's window are taken in extra chunks of `window` tokens, and combine.py adds up
-the chunks' sums.
+document attend to its first block: tokens past that block's window are taken in extra chunks of
+`window` tokens, and combine.py adds up the chunks' sums.
 
 An exact band (`exact`) is the last `window` tokens, the token itself included, without the first
 block. It reaches into one block more, where a mask hides the keys that are too far back. With a
@@ -59,9 +58,9 @@ def _load_tile(
     token.
 
     Also returns where to begin visiting blocks of keys, `left`, the window's first block, and
-    `whole`, from which on no visit before the own block needs a mask. A visit before `left` stands
-    for block 0: for a window from block 5 on, visits are to 4, 5, 6, ..., and blocks are 0, 5, 6,
-    ... An exact window reaches into block `left` in part.
+    `first_unmasked`, from which on no visit before the own block needs a mask. A visit before
+    `left` stands for block 0: for a window from block 5 on, visits are to 4, 5, 6, ..., and blocks
+    are 0, 5, 6, ... An exact window reaches into block `left` in part.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     block = tl.program_id(0) // tiles

@@ -28,7 +28,8 @@ KEY_DIVISOR = tl.constexpr(4.0)
 FP8, LARGEST_FP8 = torch.float8_e4m3fn, tl.constexpr(448.0)
 LOWEST = tl.constexpr(-(2**31))
 CHUNK = 16  # neighbouring blocks that the first round takes together
-# tokens x key/value heads that an H100 or H200 scores at once: 264 programs
+# tokens x key/value heads that the 132 multiprocessors of an H100 or H200 score at once: 264
+# programs
 WAVE = 33_792
 # scores per program that chooses (or one row, if longer); most per warp
 TOPK_ELEMENTS, WARP_ELEMENTS = (256, 1024)
