@@ -215,7 +215,7 @@ def _causal_lm_forward(original, impl: str):
         next(n for n in innermost.__code__.co_names if n.endswith("CausalLMOutputWithPast"))
     ]
     balance = names.get("load_balancing_loss_func")  # a mixture's loss that balances its experts
-    # before 5.24
+    # transformers before 5.24 says past_key_values
     cache_name = (
         "cache" if "cache" in inspect.signature(innermost).parameters else "past_key_values"
     )

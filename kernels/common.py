@@ -95,7 +95,10 @@ def shown(*tensors: torch.Tensor) -> str:
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs."""
+    """Whether a tensor is on a GPU, or on the meta device.
+
+    No kernel runs on the meta device, and any size is taken there.
+    """
     return tensor.is_cuda or tensor.is_meta
 
 

@@ -725,16 +725,18 @@ def cross_entropy(
         ignore_index: rows with this label have a loss and a gradient of 0.
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 (arXiv:2408.00118).
         weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0
-            and below. They are not differentiated, and do not change `denominator`'s default.
+            and below. They are taken as float32, are not differentiated, and do not change
+            `denominator`'s default.
         denominator: divides the sum for "mean": a positive number or tensor of one element, such as
-            the labels in all micro-batches. The default is the number of rows not ignored. The loss
-            is 0 where all rows are ignored.
+            the number of labels in all micro-batches of all ranks. The default is the number of
+            rows not ignored. The loss is 0 where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
         return_entropy: also return these and each row's entropy; reads the logits twice more.
-        inplace: lets the gradient overwrite the logits in forward, which saves a second [..., V].
-            The logits are gone, and backward can run once.
+        inplace: lets the gradient overwrite the logits in forward, which saves a second [..., V]
+            and a read of it. The logits are gone, and backward can run once.
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of
-            its own classes, equally many on every rank, in the order of ranks.
+            its own classes, equally many on every rank, in the order of ranks. Every rank returns
+            the loss over all classes.
 
     Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or
     a `Details`.
@@ -754,6 +756,7 @@ def cross_entropy(
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
+    # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         # The stored gradient is scaled, and backward leaves it alone.

@@ -335,7 +335,8 @@ def linear_cross_entropy(
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its
-            gradient is summed over the ranks of its mesh, which must have different rows.
+            gradient is summed over the ranks of its mesh, which are taken to have different rows of
+            the input.
         target, reduction, ignore_index, softcap, weights, denominator, return_details,
             return_entropy: as in `cross_entropy`. Rows with an ignored label cost nothing, and
             reduction="none" costs a fourth GEMM in backward.
@@ -343,8 +344,9 @@ def linear_cross_entropy(
         num_valid_tokens: number of labels other than `ignore_index`. It spares the host a wait for
             the device. A wrong number is an error (on CUDA a device-side assertion).
         chunk_size: tokens per chunk.
-        process_group: shards the vocabulary, as in `cross_entropy`: each rank has its own rows of
-            linear_weight and linear_bias. Every rank returns the whole gradient of the input.
+        process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same
+            input and its own rows of linear_weight and linear_bias. Every rank returns the whole
+            gradient of the input.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 

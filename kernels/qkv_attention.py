@@ -419,7 +419,7 @@ class _Backward:
         self.needs_o, needs, needs_biases, _ = options.split(
             ctx.needs_input_grad[-len(parameters) :]
         )
-        # Matrix, A, B.
+        # Whether matrices, A and B of q, k and v need gradients.
         self.needs_rows = [any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))]
         needs = [*self.needs_rows[:1] * 3, *needs[3:]]
         self.dx_rows = torch.zeros_like(self.x_rows)
@@ -477,8 +477,8 @@ class _Backward:
         Adds to the output projection's gradient.
         """
         columns = [self.all_heads.take(tensor, step, 1) for tensor in self.o_tensors[:2]]
-        # An adapter has one B for all steps.
         linear = self.linear
+        # An adapter has one B for all steps.
         weight = weight_of([*columns, *self.o_tensors[2:]])
         output = self.kind.output(outs, gates, self.options.on_triton).flatten(0, 1).flatten(1)
         dy = linear.factor(self.dy_rows)

@@ -128,7 +128,7 @@ def _loss_and_gradients(
         logits = head.logits(input[chunk])
         row_weights = None
         if needs_input or needs_weight:
-            row_weights = torch.ones_like(losses[chunk]) if weights is None else weights[chunk]
+            row_weights = losses.new_ones(len(chunk)) if weights is None else weights[chunk]
         losses[chunk] = _run_chunk(logits, ids[chunk], log_probs[chunk], row_weights, options)
         if row_weights is None:
             continue

@@ -139,7 +139,7 @@ def _forward(
         matrices = describe_matrices(chunks)
         scan = scan_states(k, v, inputs, matrices, stretch.parts, initial, kept, *written)
         launch_beside(q.device, scan, launches)
-        del chunks, matrices, scan, launches  # before the next stretch's are made
+        del chunks, matrices, scan, launches  # before the stretch after the next
     return out, kept, final
 
 

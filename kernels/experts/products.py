@@ -401,7 +401,7 @@ def _d_weight_kernel(
             else (places < stop)[:, None] & (d < D)[None, :]
         )
         tokens = tl.load(token_rows + d[None, :], mask=is_there, other=0.0)
-        # The next step's.
+        # Rows of the next step's tokens.
         _, token_rows = _gathered(tokens_ptr, order_ptr, places + DEPTH, stop, K, D)
         total = tl.dot(
             tl.trans(tokens), rows_d.load([first, column]), total, input_precision="ieee"
