@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..parts import AttentionKind, MixerKind
-from .documents import TOGETHER_TOKENS, has_prompts, table_as_bytes
+from .documents import TOGETHER_TOKENS, from_bytes, has_prompts, table_as_bytes
 from .libraries import Kernel
 
 _MERGED = 1024  # tokens that are merged at a time, in float32
@@ -41,7 +41,7 @@ class _Document(NamedTuple):
 def _read_documents(table: bytes, T: int) -> list[_Document]:
     """Returns the documents of `table_as_bytes`, in rows of T tokens."""
     documents = []
-    for row, *tokens in torch.frombuffer(bytearray(table), dtype=torch.long).view(-1, 5).tolist():
+    for row, *tokens in from_bytes(table, 0, T, columns=5).tolist():
         has_prompt = tokens[3] > 0
         start, stop, first, end = (row * T + token for token in tokens)
         documents.append(_Document(start, stop, first * has_prompt, end * has_prompt))
