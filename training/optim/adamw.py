@@ -306,9 +306,13 @@ class MasterAdamW:
             if pair[1] is parts[-1]:
                 awaited |= head
             states = [state for state in on_host if state.parameter in awaited]
-            if states:
-                wait = functools.partial(optimizer.wait_for_update, states[-1])
-                hooks.append(pair[0].register_forward_pre_hook(lambda *_, wait=wait: wait()))
+            for last in states[-1:]:
+                # A method of the proxy that is kept would keep the optimizer.
+                hooks.append(
+                    pair[0].register_forward_pre_hook(
+                        lambda *_, last=last: optimizer.wait_for_update(last)
+                    )
+                )
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 

@@ -416,12 +416,15 @@ def test_small_parameters_are_updated_together(
 def test_an_optimizer_no_longer_used_is_freed(placement):
     parameters = make_parameters(torch.bfloat16, "cpu")
     optimizer = make_optimizer(parameters, gpu_state_bytes=PLACEMENTS[placement])
+    parts = [nn.ParameterList([parameter]) for parameter in parameters.values()]
+    optimizer.update_beside_forward(parts)
     backward(parameters, 0)
     optimizer.step(1e-2)
     alive = weakref.ref(optimizer)
     del optimizer
     gc.collect()
     assert alive() is None
+    assert not any(part._forward_pre_hooks for part in parts)
     backward(parameters, 1)
     assert all(p.grad is not None for p in parameters.values())  # its hooks are gone, too
 
