@@ -124,7 +124,8 @@ class Piece:
         if not entry.parts:
             yield entry, self, content
             return
-        if len(entry.parts) == 1:
+        # A single expert's matrix has a dimension less: it is all of its entry.
+        if len(entry.parts) == 1 and len(entry.parts[0].shape) == len(entry.shape):
             part, (row, *columns) = entry.parts[0], self.offset
             yield part, Piece(part.name, (entry.first_row + row, *columns), self.shape), content
             return

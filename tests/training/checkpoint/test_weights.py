@@ -335,6 +335,25 @@ def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     assert reads == [(11, 6)]
 
 
+def test_files_have_a_single_expert_apart(tmp_path):
+    """The expert's matrix has a dimension less than the parameter that it is all of."""
+    name = "layers.0.mlp.experts.down_proj"
+    declared = {name: Parameter((1, 4, 6), block=0, matrices=("down_proj",))}
+    weights = {name: torch.randn(1, 4, 6)}
+    saver = Saver(tmp_path, 1)
+    saver.begin(
+        1, weights=weights, declared=declared, model_config={}, optimizer_state={},
+        trainer_state={},
+    )  # fmt: skip
+    saver.finish()
+    written = load_file(saver.last / "model.safetensors")
+    assert {key: tensor.shape for key, tensor in written.items()} == {
+        "model.layers.0.mlp.experts.0.down_proj.weight": (4, 6)
+    }
+    verify_checkpoint(saver.last)
+    assert_same_state(dict(load_model_weights(saver.last, declared)), weights)
+
+
 def test_files_have_experts_apart_or_together(tmp_path):
     """A checkpoint has the form of the folder that it comes from; each expert's matrices are read
     into their places."""
