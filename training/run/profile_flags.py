@@ -8,7 +8,6 @@ from typing import ClassVar
 from training.data.flags import BAD_ROWS, OVERLONG
 from training.families.flags import MODEL_SIZES
 from training.flags import Rule, flag, read_flags
-from training.host.other_trainers import ABSENT
 from training.memory.flags import GPU_BACKENDS
 from training.objectives.flags import CHUNKED_DISTILL, OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.run.settings import STEP_RULES, StepFlags, TrainConfig
@@ -151,7 +150,7 @@ class ProfileFlags(StepFlags):
 _TRAIN_ALONE = {entry.name for entry in fields(TrainConfig)} - {
     entry.name for entry in fields(ProfileFlags)
 }
-ProfileFlags.absent = ABSENT | {
+ProfileFlags.absent = StepFlags.absent | {
     " ".join(_TRAIN_ALONE): "it is train.py's alone; drop it",
     "measure": "find_max_context and compare predict, within 4% of what was measured; drop it",
 }
