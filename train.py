@@ -6,7 +6,8 @@ validation, metrics and checkpoints after a step; the end. The rest is in traini
 - settings.py joins the flags of all rooms, decide.py turns them into a recipe before the data are
   read, recipe.py holds the recipe, resume.py what a checkpoint says;
 - build.py makes the model and its memory plan;
-- parts.py has the parts of a run, its checkpoints and its sample, step.py the arithmetic of a step;
+- running.py has the parts of a run, its checkpoints and its sample, train_step.py the arithmetic of
+  a step;
 - schedule.py counts steps, stopping.py has early ends, metrics.py what is shown and written of each
   step.
 """
@@ -503,7 +504,10 @@ def owes_validation(schedule: Schedule, progress: Progress) -> bool:
 
 
 def make_up_validation(run: Run) -> None:
-    """Validates the step that the run goes on from, and writes a last checkpoint with the loss."""
+    """Validates the step that the run goes on from.
+
+    The checkpoint of the last step is written anew, with the loss.
+    """
     values: dict = {"step": run.progress.step}
     add_validation(run, values)
     if "validation_loss" in values:

@@ -34,7 +34,7 @@ def load_weights(optimizer: MasterAdamW, weights: Iterable[tuple[str, Tensor]]) 
         state = optimizer.states[name]
         local = local_part(state.parameter, full).flatten()
         for _, piece in state.pieces:
-            # On the GPU, where a matrix is quantized alike from any device.
+            # A matrix is quantized on the optimizer's device, alike from any device.
             state.write(piece, {"master": local[piece].to(optimizer.device)})
 
 

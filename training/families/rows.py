@@ -141,9 +141,8 @@ FAMILIES = {
     ),
     "mistral": Family(
         defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
-        # ministral3 says its name there
         fixed={"sliding_window": None, **NO_BIASES},
-        wrapper="mistral3",
+        wrapper="mistral3",  # ministral3 says its name there
     ),
     "ministral3": Family(
         defaults={

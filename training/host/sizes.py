@@ -11,8 +11,7 @@ from training.host.errors import UserError, whole_number
 MIB, GIB = 2**20, 2**30  # bytes
 SYSTEM_BYTES = 2 * GIB  # assumed: host memory of Linux, a desktop and page tables
 # Host memory of a process beside what it pins, for Python, torch, CUDA and libraries. Measured with
-# CUDA 13 on an H200:
-# 1.3 to 1.6 GiB. The rest is for a loader and a tokenizer.
+# CUDA 13 on an H200: 1.3 to 1.6 GiB. The rest is for a loader and a tokenizer.
 PROCESS_BYTES = 2 * GIB
 
 # Bounds of a model's sizes, by their names in config.json and adapter_config.json. Plans have

@@ -1,7 +1,7 @@
 """The parts of PyTorch that training/ uses although they are not public.
 
 The number in parentheses is the first version of torch with the form used here.
-tests/training/host/ test_torch_internals.py checks each part, so a new version of torch fails in
+tests/training/host/test_torch_internals.py checks each part, so a new version of torch fails in
 that test first.
 """
 
@@ -43,7 +43,7 @@ def dtensor_like(sharded: DTensor, local: Tensor, shape: tuple[int, ...] | None 
 
 
 def set_timeout(group: ProcessGroup, seconds: float) -> None:
-    """Makes the group's collectives fail, from now on, if a rank waits so long for another."""
+    """Makes the group's collectives fail, from now on, if a rank waits so long (2.0)."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 

@@ -95,7 +95,10 @@ def check_library(user: str) -> None:
 
 @functools.cache
 def _library():
-    """Imports bitsandbytes.functional without its warning about another `kernels`."""
+    """Imports bitsandbytes.functional, which takes seconds.
+
+    Its warning about another `kernels` is not shown.
+    """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from bitsandbytes import functional
 

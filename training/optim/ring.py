@@ -36,7 +36,7 @@ class Ring:
         self.device = device
         self.sizes = sizes
         self.leaving_limit = leaving_limit
-        # Torch.cpu's streams and events do nothing.
+        # Streams and events of torch.cpu do nothing.
         self.device_module = torch.get_device_module(device)
         self.compute = self.device_module.current_stream()
         self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))

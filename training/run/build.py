@@ -183,8 +183,8 @@ def plan_memory(
     """Returns the fastest plan within --memory_budget and --host_budget, and caps the GPU's memory.
 
     All ranks get the same plan. With --attention_backend auto, cuDNN and flash-attn-4 are compared
-    where both run. Without --memory_budget nothing is searched or capped: blocks keep their input
-    alone with --gradient_checkpointing, else all activations.
+    where both run. Without a memory budget, as on a CPU, nothing is searched or capped: blocks keep
+    their input alone with --gradient_checkpointing, else all activations.
 
     Args:
         documents: the documents of a micro-batch; None: they are not known.

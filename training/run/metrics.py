@@ -62,8 +62,8 @@ def describe(recipe: Recipe, record: dict, plan: Plan, world: World) -> None:
         logger.info("the first step takes longer than others: it also waits %s", waits)
 
 
-# Metrics of objectives in the line of a step, in this order, and their formats; z:
-# no minus before 0.000.
+# Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before
+# 0.000.
 SHOWN_OF_OBJECTIVES = {
     "accuracy": "z.1%",
     "margin": "z.3f",
