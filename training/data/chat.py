@@ -120,7 +120,8 @@ class ChatTemplate:
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a part
-            of them. NothingToLearn: a question or an answer is empty, or nothing is a target.
+                of them.
+            NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
         try:
             writer, text, turns, trained = self._write(record)
@@ -227,6 +228,8 @@ def _unread_of_row(fields: dict, messages: list[dict]) -> set[str]:
     Raises UserError for a field that may be a part of an answer, as "reasoning" beside "messages",
     or the answer to a chat that ends with a question, as "response".
     """
+    if not fields:
+        return set()
     said = [text for message in messages for text in said_by(message)]
     is_open = messages[-1]["role"] != "assistant"
     unread = set()

@@ -78,8 +78,9 @@ def recognise(row: object) -> tuple[Form, dict]:
 
     Raises:
         UserError: the row has no field that decides, or fields of two forms, or values that its
-        form does not take. NothingToLearn: the row has no value in the field that decides, or says
-            that it is not trained on.
+            form does not take.
+        NothingToLearn: the row has no value in the field that decides, or says that it is not
+            trained on.
     """
     if not isinstance(row, dict):
         raise UserError(
@@ -342,8 +343,8 @@ def _refuse_without_output(row: dict) -> None:
 
 def _is_read(row: dict, columns: str) -> bool:
     """Whether --columns makes a form of a row."""
-    names = parse_columns(columns)
     try:
+        names = parse_columns(columns)  # a field's name may have a comma
         form, sample = recognise(rename(row, names))
     except (UserError, NothingToLearn):
         return False

@@ -82,10 +82,14 @@ class Batch:
         count = -length % size
         tokens = (length + count) // size
         positions = slice(rank * tokens, (rank + 1) * tokens)
-        targets = F.pad(self.targets, (0, count), value=IGNORE_INDEX)[:, positions]
-        documents = self.documents.padded(count) if count else self.documents
+        input_ids, targets, documents = self.input_ids, self.targets, self.documents
+        if count:  # F.pad copies sequences that need no padding, too
+            input_ids = F.pad(input_ids, (0, count))
+            targets = F.pad(targets, (0, count), value=IGNORE_INDEX)
+            documents = documents.padded(count)
+        targets = targets[:, positions]
         return Batch(
-            input_ids=F.pad(self.input_ids, (0, count))[:, positions],
+            input_ids=input_ids[:, positions],
             targets=targets,
             documents=documents.share(positions),
             num_valid_tokens=int((targets != IGNORE_INDEX).sum()),
@@ -126,8 +130,8 @@ class _Rows:
     """Arrays of a batch, [B, T] each, which are filled row by row.
 
     Attributes:
-        num_texts: documents of each row that are not padding. padding: tokens of each document of
-            padding.
+        num_texts: documents of each row that are not padding.
+        padding: tokens of each document of padding.
     """
 
     def __init__(self, store: Store, shape: tuple[int, int]):
@@ -355,10 +359,13 @@ def validation_batches(
     columns stay whole, as in training. `limit` bounds the sequences over all ranks, so that the
     result does not depend on the number of ranks.
     """
-    num_sequences = count_sequences(store, context_length)
+    packing = BestFitPacking(store.lengths, context_length, seed=0) if store.columns else None
+    if packing:
+        num_sequences = packing.sequences_per_epoch
+    else:
+        num_sequences = count_sequences(store, context_length)
     if limit is not None:
         num_sequences = min(num_sequences, limit)
-    packing = BestFitPacking(store.lengths, context_length, seed=0) if store.columns else None
     stream = Stream(store.lengths, np.arange(len(store.lengths)))
 
     def spans(i: int) -> list[Span]:

@@ -45,7 +45,7 @@ from training.data.forms import (
 )
 from training.data.masks import NothingToLearn
 from training.data.tokenizer import check_ids
-from training.data.unread import find_lost, words
+from training.data.unread import find_lost, squeeze, words
 from training.data.writer import UNSTORABLE
 from training.host.errors import UserError
 from training.host.files import check_data_exists, inside, read_file, read_json
@@ -370,7 +370,7 @@ def _refuse_kind(file: Path, reading: Reading) -> NoReturn:
 
 
 def _without_held_out(folder: Path, files: list[Path]) -> list[Path]:
-    """Returns files of rows without other splits than train, and without the card beside them.
+    """Returns files of rows without other splits than train, and without cards beside them.
 
     A download of the Hugging Face Hub has data/train-00000-of-00001.parquet, data/test-..., and
     README.md.
@@ -386,11 +386,11 @@ def _without_held_out(folder: Path, files: list[Path]) -> list[Path]:
         logger.warning(read, folder, ", ".join(sorted(left_out)))
     files = [file for file in files if splits.get(file) not in left_out]
     has_rows = any(suffix_of(file) in CONTAINERS for file in files)
-    for file in files if has_rows else []:
-        if file.name == "README.md" and file.read_bytes()[:4] == b"---\n":
-            logger.warning("data: left out %s, which describes a dataset", file)
-            return [kept for kept in files if kept != file]
-    return files
+    cards = [file for file in files if has_rows and file.name == "README.md"]
+    cards = [file for file in cards if file.read_bytes()[:4] == b"---\n"]
+    if cards:
+        logger.warning("data: left out %s, which describes a dataset", cards[0])
+    return [file for file in files if file not in cards]
 
 
 def _kinds(reading: Reading) -> list[str]:
@@ -486,10 +486,11 @@ class DocumentReader:
         reading: what rows mean, and whether reading ends soon after a row that cannot be read.
 
     Attributes:
-        found: how many documents of each form were made, by words for the log. left_out: files and
-            rows from which nothing can be learnt: by what they are, [their number, the first's
-            place]. bad: rows that cannot be read. used: names of columns that rows have had, and
-            AS_CHATS if one was a chat.
+        found: how many documents of each form were made, by words for the log.
+        left_out: files and rows from which nothing can be learnt: by what they are, [their number,
+            the first's place].
+        bad: rows that cannot be read.
+        used: names of columns that rows have had, and AS_CHATS if one was a chat.
     """
 
     def __init__(self, tokenizer, vocab_size: int, reading: Reading = DEFAULT):
@@ -646,8 +647,11 @@ class DocumentReader:
         columns = columns_of(form)
         if self._reading.rows and "chosen" in self._reading.rows.fields:
             columns = "chosen=chosen,rejected=rejected"
+        if not sample["beside"]:
+            return
+        said = [squeeze(sample["prompt"]), squeeze(sample["completion"])]
         for name, value in sample["beside"].items():
-            lost = find_lost(name, value, [sample["prompt"], sample["completion"]])
+            lost = find_lost(name, value, said)
             if lost is None or not lost.is_answer:
                 continue
             if ANSWERS.isdisjoint(self._columns.values()):

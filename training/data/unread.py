@@ -91,7 +91,11 @@ def is_of_a_last_answer(name: str) -> bool:
 
 
 def find_lost(name: str, value: object, said: list[str]) -> Lost | None:
-    """Returns the words of a row's field that are not `said`; None if there are none."""
+    """Returns the words of a row's field that are not `said`; None if there are none.
+
+    Args:
+        said: texts after `squeeze`, which takes time that each field would take anew.
+    """
     texts = texts_in(name, value)
     may_answer = is_of_answers(name) and not _is_setting(name, value)
     content = [text for key, text in texts if not describes(key)]
@@ -109,13 +113,13 @@ def find_lost_of_message(name: str, value: object, said: list[str]) -> Lost | No
 
 
 def said_by(message: dict) -> list[str]:
-    """Returns the words of a message that are read: content, reasoning and calls."""
+    """Returns the words of a message that are read, squeezed: content, reasoning and calls."""
     names = ("content", "reasoning_content", "reasoning", "thinking")
     values: list = [message.get(name) for name in names]
     for call in message.get("tool_calls") or ():
         function, arguments = call["function"], call["function"].get("arguments")
         values += [function["name"], arguments, json.dumps(arguments, ensure_ascii=False)]
-    return [text for _, text in texts_in("", values)]
+    return [squeeze(text) for _, text in texts_in("", values)]
 
 
 def parts_of_answers(name: str, value: object) -> Iterator[str]:
@@ -176,18 +180,18 @@ def _is_setting(name: str, value: object) -> bool:
 
 def _first_lost(texts: list[str], said: list[str]) -> str:
     """Returns the first of the texts that is not `said`, alone or joined; "" if all are."""
-    squeezed = [_squeeze(text) for text in said]  # JSON may have other spaces
 
     def is_said(text: str) -> bool:
-        text = _squeeze(text)
-        return any(text == part or (len(text) >= LONG and text in part) for part in squeezed)
+        text = squeeze(text)
+        return any(text == part or (len(text) >= LONG and text in part) for part in said)
 
     if is_said("".join(texts)):
         return ""
     return next((text for text in texts if not is_said(text)), "")
 
 
-def _squeeze(text: str) -> str:
+def squeeze(text: str) -> str:
+    """Returns a text without white space, which JSON may write in another way."""
     return "".join(text.split())
 
 

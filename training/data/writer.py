@@ -170,6 +170,7 @@ class ChatWriter:
         parts = [text[start:stop] for start, stop in turns]
         if len(turns) != len(answers):  # marks of a template may join messages into one turn
             parts = [text] * len(answers)
+        last_question = _last_question(messages)
         for i, part in zip(answers, parts):
             message, where = messages[i], f"message {i + 1}"
             inline = THINKING.match(message["content"])
@@ -181,7 +182,7 @@ class ChatWriter:
             for name in function_names(message.get("tool_calls")):
                 if name not in part:
                     self._refuse_lost("tool_calls", where, name)
-            is_kept = self._reasoning == "keep" or i > _last_question(messages)
+            is_kept = self._reasoning == "keep" or i > last_question
             if is_kept and thought not in part:
                 self._refuse_lost("reasoning", where, thought)
 

@@ -138,9 +138,10 @@ def _write_weights(
         tensors[name] = tensor.dtype, tuple(tensor.shape)
     header = pieces.header_of(pieces.aligned(tensors))
     entries = pieces.read_entries(header, path)
+    weights = load_model_weights(source, declared)  # verifies the source, and reads no tensor yet
     with naming(path), path.open("wb") as file:
         file.write(header)
-        for name, weight in load_model_weights(source, declared):
+        for name, weight in weights:
             if not weight.to(dtype).isfinite().all():
                 theirs = name_in_file(name, carried.prefix)
                 raise UserError(f"{theirs} is not finite in {dtype}; choose another --dtype")

@@ -112,6 +112,8 @@ def without_padding(row: dict) -> dict:
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     if not isinstance(prompt, list) or not isinstance(completion, list):
         return row
+    if row.keys().isdisjoint(("attention_mask", "prompt_mask")):
+        return row
     kept = np.ones(len(prompt) + len(completion), bool)
     for name, length in (("attention_mask", len(kept)), ("prompt_mask", len(prompt))):
         mask = row.get(name)

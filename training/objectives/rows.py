@@ -184,7 +184,7 @@ class Weighted(RowReader):
         has_weight = row.get("weight") is not None
         weight = number_in(row["weight"], "weight") if has_weight else 1.0
         sample = {name: value for name, value in row.items() if name != "weight"}
-        document = with_answer(ended(encode(sample), self._eos_id), 0)
+        document = with_answer(ended(encode(sample), self._eos_id))
         document.columns["weight"] = np.full(len(document.tokens), weight, np.float32)
         return "weighted texts" if has_weight else "texts", document
 

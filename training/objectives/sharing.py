@@ -35,7 +35,7 @@ class AnswerReader(RowReader):
     def _answer(self, row: dict, completion, encode: Encode) -> Document:
         """Returns the document of one answer of a row, with the column "answer"."""
         document = ended(encode(sample_of(row, self.fields, completion)), self._eos_id)
-        return with_answer(document, 0)
+        return with_answer(document)
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields documents in the order of their first rows.
@@ -63,9 +63,9 @@ class AnswerReader(RowReader):
             yield share(rows, _shareable(rows[0]))
 
 
-def with_answer(document: Document, number: float) -> Document:
-    """Returns a document whose column "answer" is `number` throughout."""
-    answer = np.full(len(document.tokens), number, np.float32)
+def with_answer(document: Document) -> Document:
+    """Returns a document whose column "answer" is 0 throughout: it has one answer."""
+    answer = np.zeros(len(document.tokens), np.float32)
     return replace(document, columns={**document.columns, "answer": answer})
 
 

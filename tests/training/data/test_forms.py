@@ -304,6 +304,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"one": [ASK, ANSWER], "other": [ASK, LAST]}, "has the fields .*; no --columns reads such "
                                                    "rows"),
     ({"system": "a", "chat": "USER: b"}, "has the fields .*; no --columns reads such rows"),
+    ({"one,two": [ASK, ANSWER]}, 'has the fields "one,two"; .*; no --columns reads such rows'),
     ({"messages": [ASK, ANSWER, {"role": "tool", "content": "b"}]},
      'message 3 .tool. follows assistant, which calls no tool; give its calls as "tool_calls", or '
      'this message'),

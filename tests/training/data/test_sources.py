@@ -46,6 +46,7 @@ def test_of_a_folder_with_splits_train_is_read(tmp_path, caplog):
         (tmp_path / f"{name}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}')
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA dataset.")
+    (tmp_path / "en/README.md").write_text("---\nlicense: mit\n---\nAnother dataset.")
     (tmp_path / "data/test.txt").write_text("text")
 
     def names(path):
