@@ -408,7 +408,10 @@ def beta(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def interval(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
-    """Returns a function that reads steps between validations, which may be words or a share."""
+    """Returns a function that reads steps between validations or checkpoints.
+
+    Theirs may be words, or a share.
+    """
 
     def read(name: str, value: Any, theirs: Theirs) -> Outcome:
         if str(value).lower() == "steps":

@@ -82,6 +82,8 @@ def _naming_validation_data() -> Iterator[None]:
 def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
     """Raises UserError if a file or the same documents are read twice, or held out, too.
 
+    A file is the same by another path or a link.
+
     Args:
         stores: stores of --data.
         held_out: stores of --validation_data.

@@ -38,7 +38,8 @@ def check_messages(messages, forms: Forms) -> tuple[list[dict], list[bool]]:
         The messages; and for each message of the assistant whether it is trained on.
 
     Raises:
-        UserError: the messages are no chat. NothingToLearn: a question or an answer is empty.
+        UserError: the messages are no chat.
+        NothingToLearn: a question or an answer is empty.
     """
     if not isinstance(messages, list) or not messages:
         kind = "an empty list" if messages == [] else "no list"

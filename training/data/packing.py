@@ -136,9 +136,9 @@ class BestFitPacking:
     """Packs whole documents by best-fit decreasing; the rest of each sequence is padding.
 
     From the longest document to the shortest, each goes into the fullest sequence that still holds
-    it. The number of sequences depends on the lengths alone. For each epoch it is drawn
-    anew which documents of a length meet, and in which order the sequences are taken. Longer
-    documents are left out, or `split` every context_length tokens.
+    it. The number of sequences depends on the lengths alone. For each epoch it is drawn anew which
+    documents of a length meet, and in which order the sequences are taken. Longer documents are
+    left out, or `split` every context_length tokens.
 
     Attributes:
         filled: share of the sequences' tokens that are not padding.

@@ -57,10 +57,10 @@ class Template:
     their reasoning.
 
     Attributes:
-        is_marked: whether the template has {% generation %}. variables: names that the template
-            reads, such as "messages" and "enable_thinking".
-        values: values of variables, by name, beside the messages. forms: forms of messages that the
-            template writes; see `learn_forms`.
+        is_marked: whether the template has {% generation %}.
+        variables: names that the template reads, such as "messages" and "enable_thinking".
+        values: values of variables, by name, beside the messages.
+        forms: forms of messages that the template writes; see `learn_forms`.
     """
 
     def __init__(self, source: str, file: Path, special_tokens: dict[str, str]):

@@ -54,8 +54,8 @@ class Turns:
     end.
 
     Attributes:
-        ends: strings that end a turn. Words within {% generation %} may have none. borders: words
-            that would begin or end a turn if a message had them.
+        ends: strings that end a turn. Words within {% generation %} may have none.
+        borders: words that would begin or end a turn if a message had them.
     """
 
     def __init__(self, template: Template, tokenizer: FileTokenizer):

@@ -11,11 +11,10 @@ position at which the extension begins.
     short - long > margin   and   long < ceiling
 
 `long` is its loss given the whole context, `short` its loss given the last K tokens alone.
-LongPPL's values are used:
-margin 2 nats, ceiling 2 nats, K = 4,096. Windows of K tokens give `short`. Only the last quarter of
-each window is taken, so a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens
-given the long context). Compare two models on the key tokens of a single evaluator: every model
-predicts its own key tokens well, by their definition.
+LongPPL's values are used: margin 2 nats, ceiling 2 nats, K = 4,096. Windows of K tokens give
+`short`. Only the last quarter of each window is taken, so a token sees 3/4 K to K tokens. LongPPL
+is exp(mean loss of key tokens given the long context). Compare two models on the key tokens of a
+single evaluator: every model predicts its own key tokens well, by their definition.
 
 Only tokens that training would train on count. The rest of a prompt and its completion, or of a
 chat, is context.

@@ -111,7 +111,10 @@ def model_card(checkpoint: Path, head: str) -> str:
 
 
 def losses(checkpoint: Path, state: dict) -> list[str]:
-    """Returns rows of a table up to the checkpoint: losses of some steps and validations."""
+    """Returns rows of a table of losses, up to the checkpoint.
+
+    They are of the first and last steps, and of the first, lowest and last validations.
+    """
     rows = []
     with suppress(UserError):  # the checkpoint may have been moved away from its run
         rows = read_metrics(checkpoint.absolute().parent)

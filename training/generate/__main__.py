@@ -82,7 +82,10 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
 
 
 def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
-    """Prints what the model writes after each prompt, token by token, under the files' names."""
+    """Prints what the model writes after each prompt, token by token.
+
+    The texts of several files stand under the files' names.
+    """
     longest = max(map(len, prompts))
     warn_beyond(opened.shape, longest + flags.max_new_tokens)
     model = load(opened, longest, longest + flags.max_new_tokens, world, flags.memory_budget)

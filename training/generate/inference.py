@@ -114,7 +114,7 @@ def attention_of(
 def open_tokenizer(
     name: str | None, folder: Path, vocab_size: int
 ) -> ByteTokenizer | FileTokenizer:
-    """Returns the tokenizer of that name; None: the folder's weights were trained with it.
+    """Returns the named tokenizer; None: the tokenizer that the folder's weights were trained with.
 
     Raises UserError if the folder names none, or words have ids that the model lacks. Added tokens
     may have them, as Gemma 3's for images.

@@ -128,11 +128,11 @@ def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
 def differentiate(
     objective: Callable[[Scored], Terms], scored: Scored, denominator: float
 ) -> tuple[Tensor, Tensor, Terms]:
-    """Returns the loss [], minus its derivatives by log-probabilities [B, T], and the terms.
+    """Returns the loss [], minus its derivatives by log-probabilities, and the terms.
 
-    Ranks that share sequences have the losses of all answers and of their own tokens. A loss of
-    answers is divided by the number of ranks, so that the sum over ranks is the loss; its
-    derivatives are by a rank's own tokens, and whole.
+    The derivatives are float32 [B, T]. Ranks that share sequences have the losses of all answers
+    and of their own tokens. A loss of answers is divided by the number of ranks, so that the sum
+    over ranks is the loss; its derivatives are by a rank's own tokens, and whole.
     """
     with torch.enable_grad():
         leaf = scored.log_probs_BT.detach().requires_grad_()

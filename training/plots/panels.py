@@ -166,10 +166,10 @@ def panels_of(rows: list[dict], settings: dict) -> list[Panel]:
 def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
     """Returns panels of several runs, each of which has a curve of its own colour.
 
+    Validations are dots in the colour of their run. A panel is there if a run has its numbers.
+
     Args:
         runs: rows and settings of each run, by its name.
-
-    Validations are dots in the colour of their run. A panel is there if a run has its numbers.
     """
     shared: dict[str, Panel] = {}
     labels = {name: loss_label(settings) for name, (_, settings) in runs.items()}
@@ -190,7 +190,7 @@ def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
 
 
 def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
-    """Returns the curves of a run that stand beside other runs; a second line is dashed."""
+    """Returns the curves of a run beside other runs, without raw ones; a second line is dashed."""
     kept = [curve for curve in curves if curve.kind in ("line", "dots")]
     lines = [curve for curve in kept if curve.kind == "line"]
     for curve in lines[1:]:
