@@ -319,7 +319,7 @@ def open_data(
     training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        # others read rows
+        # other objectives read rows
         hint = "; a prepared set is quicker (docs/data.md)" * (objective == "next_token")
         print(f"{what}{hint}", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
@@ -619,7 +619,7 @@ def main(argv: list[str]) -> int:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
         }
-        # dtypes
+        # `str` writes dtypes
         written = json.dumps(
             {"settings": settings, "environment": environment, **results}, default=str
         )

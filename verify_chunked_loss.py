@@ -153,7 +153,8 @@ def switch(
 def losses_and_gradients(
     loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the loss [], and its gradients of hidden [tokens, hidden_size] and of the head."""
+    """Returns the loss [], and its gradients of hidden [tokens, hidden_size] and of head
+    [vocab_size, hidden_size]."""
     hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
     value = loss(hidden, head, targets)
     value.backward()
@@ -196,9 +197,8 @@ def equivalence(device: torch.device) -> Iterator[Check]:
             yield Check(f"{name}: error of the {what}", relative_error(ours, reference), limit)
 
     # Chunks of 16 tokens make the head's gradient a sum of 71 terms. A sum in float32 is as exact
-    # as a single chunk:
-    # 0.2% off, because the loss's gradient is rounded to bf16. A sum in bf16 would be nearly four
-    # times as far off.
+    # as a single chunk: 0.2% off, because the loss's gradient is rounded to bf16. A sum in bf16
+    # would be nearly four times as far off.
     one, many = (
         relative_error(
             losses_and_gradients(functools.partial(chunked_loss, chunk_size=n), x, w, targets)[2],
@@ -214,7 +214,8 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """Compares unequal sequences in 4 and 8 micro-batches with one batch, by a true mean."""
+    """Compares unequal sequences in 4 and in 8 micro-batches with one batch: a mean of means would
+    show."""
     torch.manual_seed(0)
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)

@@ -97,7 +97,7 @@ def decide_step(flags, model: ModelConfig, num_gpus: int) -> StepRecipe:
     """
     has_adapters = flags.lora is not None
     impl = getattr(flags, "kernels", "auto")
-    is_distilled = flags.objective == "distill"  # their loss is always chunked
+    is_distilled = flags.objective == "distill"  # its loss is always chunked
     kinds = kinds_of(flags, model)
     trained = decide_trained(flags, model)
     check_matrix_sharing(flags.tensor_parallel_size, model)

@@ -84,9 +84,8 @@ class Execution:
     loss_impl: str = "auto"
     # the library kernel that attends, a name in kernels.attention.libraries.BACKENDS
     attention_backend: str = "auto"
-    kinds: tuple[
-        MixerKind, ...
-    ] = ()  # how each block attends; (): as the model's configuration says
+    # how each block attends; (): as the model's configuration says
+    kinds: tuple[MixerKind, ...] = ()
     linear: Linear = PLAIN  # the linear map of all blocks, which names the head's
     # Format of the blocks' frozen matrices. Where it holds the weight, the parameter has memory
     # during a visit alone, so no block can be whole.

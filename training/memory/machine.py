@@ -52,8 +52,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
     if not 0 < budget <= free:
         raise UserError(
             f"memory_budget {text}: {free / GIB:.1f} GB of this GPU are free, of which the driver "
-            "needs one; "
-            "lower it, or end what else runs there"
+            "needs one; lower it, or end what else runs there"
         )
     return budget
 

@@ -8,9 +8,8 @@ does not run again if its results were kept, or if no gradient needs its result:
 `kernels.common.operation` declares both. A whole block is left to autograd.
 
 The weights of a placed block are on the GPU, or visit it from where they are kept, see
-`training.memory.visiting`:
-in forward, with or without gradients, and in backward. Embedding and head need none in backward:
-the chunked loss makes the head's gradient in forward.
+`training.memory.visiting`: in forward, with or without gradients, and in backward. Embedding and
+head need none in backward: the chunked loss makes the head's gradient in forward.
 """
 
 import functools

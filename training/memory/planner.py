@@ -375,7 +375,7 @@ def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
 def _placed(
     base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, num_whole: int = 0
 ) -> Execution:
-    """Returns `base` with these inputs, so many outputs, and the last `whole` blocks whole."""
+    """Returns `base` with these inputs, so many outputs, and the last `num_whole` whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - num_whole) + ["gpu"] * num_whole

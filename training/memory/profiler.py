@@ -332,7 +332,8 @@ class Bench:
 
         Raises:
             torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback
-            holds tensors. UserError: the host does not let the arena be pinned.
+                holds tensors.
+            UserError: the host does not let the arena be pinned.
         """
         self.clear()
         counter = counter or CudaCounter()
@@ -430,8 +431,8 @@ def thin(execution: Execution, layers: int) -> Execution:
     while len(recomputed) > len(kept):
         kept.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(kept, recomputed)
-    # State of blocks whose weights wait on the host is there too,
-    # and the limit is of embedding and head.
+    # State of blocks whose weights wait on the host is there too, and the limit is of embedding and
+    # head.
     visits = any(placement.weights == "host" for placement in taken)
     return replace(
         execution,

@@ -228,8 +228,8 @@ class Stages:
             # is rounded to a copy.
             logits = logits_bytes(step.tokens, shard.vocab_size, size)
             logits = max(logits, step.head_gradient - self.weights[step.layers] - step.input_bytes)
-            # Without the last position of each,
-            # several whole sequences are copied to lie side by side.
+            # Without the last position of each, several whole sequences are copied to lie side by
+            # side.
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
         logits = projected_logits_bytes(shard.vocab_size, step.tokens, size)

@@ -273,7 +273,7 @@ class Step:
     @functools.cached_property
     def parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, whose attention is of this step's kind."""
-        return tuple(self.shard.all_parts(self.kinds))
+        return _parts(self.shard, self.kinds)
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -349,3 +349,8 @@ class Step:
                 beside[i] += weights[then] * (then not in {*present, runs})
                 present = {runs, then}
         return waits, beside
+
+
+@functools.cache  # a search for a context asks for the same parts many times
+def _parts(shard: ModelConfig, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
+    return tuple(shard.all_parts(kinds))

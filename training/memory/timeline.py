@@ -179,6 +179,7 @@ class _Timeline:
         if execution.heads_at_a_time:
             self.longer += PLACED_IS_LONGER * len(self.placed) / self.layers
         link = rates["link"]
+        # Most blocks are equal.
         seconds_sent = functools.cache(lambda *block: sum(sent_bytes(step, *block)) / link)
         # seconds in which each block's activations leave for the host, or come back
         self.sent = [*map(seconds_sent, self.placements, self.parts)]
@@ -219,7 +220,7 @@ class _Timeline:
         (start, _), *results = self.needed[layer]
         return self.by_layer.again(start, layer, tuple(i for i, _ in results))
 
-    @property
+    @functools.cached_property
     def _copies(self) -> float:
         """Seconds in which all blocks' activations leave and their weights come."""
         return sum(self.sent) + sum(self.weights[: self.layers])
