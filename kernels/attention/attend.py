@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..common import operation
+from ..common import operation, sum_dtype
 from ..parts import AttentionKind, part_of
 from .documents import has_prompts
 from .full import FULL
@@ -22,7 +22,7 @@ def _no_lists(k: Tensor) -> Tensor:
 
 
 def _fake_results(q, k, v, segments, lists, kind, backend, on_triton):
-    attention, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
+    attention, dtype = part_of(kind), sum_dtype(q)
     outs = [q.new_empty(q.shape) for _ in range(attention.branches)]
     if lists is None:
         chosen_lists = k.new_empty(*k.shape[:3], attention.list_length, dtype=torch.int16)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..common import sum_dtype
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
 from .documents import (
     LONGEST_TOGETHER,
@@ -117,7 +118,7 @@ def full_forward(
         # one call makes the whole result
         out, lse = kernel.forward_together(q, k, v, calls[0].offsets, calls[0].longest)
         return out.contiguous().view(shape), lse.T.contiguous().view(shape[:3])
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse_dtype = sum_dtype(q)
     results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=lse_dtype))
     out, lse = (x.view(B * T, *x.shape[2:]) for x in results)
     for call in calls:

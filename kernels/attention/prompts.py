@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common import sum_dtype
 from ..parts import AttentionKind, MixerKind
 from .documents import TOGETHER_TOKENS, from_bytes, has_prompts, table_as_bytes
 from .libraries import Kernel
@@ -210,7 +211,7 @@ class Copies(NamedTuple):
             copies.setdefault((tokens.start, tokens.stop), []).append(y[0, places])
         for (start, stop), parts in copies.items():
             tokens = total[start:stop]
-            dtype = torch.promote_types(y.dtype, torch.float32)
+            dtype = sum_dtype(y)
             tokens.copy_(sum(parts, tokens.to(dtype)))
         return total.unflatten(0, like.shape[:2])
 

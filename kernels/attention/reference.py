@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..common import sum_dtype
 from .documents import all_segments
 
 
@@ -26,7 +27,7 @@ def attend_written_out(
     scores = scores.masked_fill(~is_visible & sees, float("-inf"))
     out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1).where(sees, 0), v).flatten(2, 3)
     lse = scores.logsumexp(-1).where(sees[..., 0], 0).permute(0, 3, 1, 2).flatten(2)
-    return out, lse.to(torch.promote_types(lse.dtype, torch.float32))
+    return out, lse.to(sum_dtype(lse))
 
 
 def backward_written_out(

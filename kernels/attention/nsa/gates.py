@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...common import sum_dtype
+
 BRANCHES = 3  # compressed, selected, window: the order of a head's logits
 ELEMENTS = 4096  # elements of a program's tile
 
@@ -20,7 +22,7 @@ ELEMENTS = 4096  # elements of a program's tile
 def gated_sum_reference(outs: list[Tensor], logits: Tensor) -> Tensor:
     """Returns the gated sum [..., H, K] of three outs [..., H, K] by logits [..., H, 3], in the
     dtype of outs."""
-    gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+    gates = logits.to(sum_dtype(logits)).sigmoid()
     return sum(out * gates[..., b, None] for b, out in enumerate(outs)).to(outs[0].dtype)
 
 

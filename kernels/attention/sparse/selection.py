@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...common import sum_dtype
 from .common import matmul
 from .layout import EMPTY, Layout
 
@@ -75,7 +76,7 @@ def scoring_queries(q: Tensor, G: int, look: Look, dtype: torch.dtype) -> Tensor
 
     The result is [tokens, G, H / G, K], or [tokens, G, 1, K] if the look takes mean queries.
     """
-    queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (G, -1))
+    queries = q.to(sum_dtype(q)).unflatten(1, (G, -1))
     queries = queries.mean(2, keepdim=True) if look.mean_query else queries
     if dtype == FP8:
         largest = queries.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
@@ -92,7 +93,7 @@ def scored_keys(k: Tensor, dtype: torch.dtype) -> Tensor:
             .to(FP8)
             .float()
         )
-    return k.to(dtype).to(torch.promote_types(k.dtype, torch.float32))
+    return k.to(dtype).to(sum_dtype(k))
 
 
 def candidate_scores(q: Tensor, k: Tensor, look: Look, dtype: torch.dtype) -> Tensor:
@@ -104,12 +105,7 @@ def candidate_scores(q: Tensor, k: Tensor, look: Look, dtype: torch.dtype) -> Te
         dtype: of the product's factors, see `scoring_dtype`.
     """
     if look.mean_keys:
-        k = (
-            k.to(torch.promote_types(k.dtype, torch.float32))
-            .unflatten(1, (-1, 2))
-            .mean(2)
-            .to(k.dtype)
-        )
+        k = k.to(sum_dtype(k)).unflatten(1, (-1, 2)).mean(2).to(k.dtype)
     queries = scoring_queries(q, k.shape[2], look, dtype)
     return torch.einsum("tgrk,jsgk->tgrjs", queries, scored_keys(k, dtype)).amax((2, 4))
 
@@ -121,7 +117,7 @@ def scores_reference(
     None: q's own."""
     size, index_of_block = layout.block_size, layout.index_of_block.tolist()
     shape = len(q), k.shape[1], max(index_of_block) + 1
-    scores = q.new_full(shape, float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    scores = q.new_full(shape, float("-inf"), dtype=sum_dtype(q))
     for block, (start, stop) in enumerate(
         zip(layout.block_start.tolist(), layout.block_stop.tolist())
     ):

@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...common import use_triton
+from ...common import sum_dtype, use_triton
 from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, sum_to
 from ..documents import Span, as_bytes, from_bytes, has_prompts, split_by_length, table_as_bytes
 from ..full import FULL, check_shapes, full_backward, full_forward, put
@@ -283,7 +283,7 @@ class Sparse(AttentionKind):
         if lists is None:
             lists = self.choose(q, k, segments, on_triton)
         out = q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         if short is not None:
             full_forward(q, k, v, short, backend, into=(out, lse))
         tensors = [flat(x) for x in (q, k, v, lists, out, lse)]
