@@ -178,9 +178,14 @@ class LayerPart(Protocol):
         """Returns the part of each of `ranks` that share the matrices."""
 
     def linear_work(
-        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        self,
+        num_tokens: int,
+        hidden_size: int,
+        element_size: int,
+        *,
+        tile_size: int | None = None,
         is_skippable: bool = True,
-    ) -> "Work":  # fmt: skip
+    ) -> "Work":
         """Returns the work of linear maps, the MLP in tiles; `is_skippable`: no gradient depends on
         its result."""
 
@@ -235,11 +240,17 @@ class MixerPart(LayerPart, Protocol):
         """Returns the bytes of results that a block can keep, and of choices that it must keep."""
 
     def inside_bytes(
-        self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
+        self,
+        num_tokens: int,
+        element_size: int,
+        *,
+        backend: str,
+        context_length: int,
         longest: int | None = None,
-        heads_at_a_time: int | None = None, num_ranks: int = 1,
+        heads_at_a_time: int | None = None,
+        num_ranks: int = 1,
         prompts: Iterable[tuple[float, float, float, float]] = (),
-    ) -> dict[str, int]:  # fmt: skip
+    ) -> dict[str, int]:
         """Returns the bytes that operations take inside, where tensors do not show them, by the
         operation's name.
 
@@ -441,10 +452,17 @@ class MixerKind(Part, ABC):
         return sum(flops[length] for length in lengths) + sum(prompt_terms)
 
     def work(
-        self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str,
+        self,
+        lengths: Iterable[tuple[float, float]],
+        H: int,
+        G: int,
+        K: int,
+        *,
+        backend: str,
         steps: int,
-        is_packed: bool = True, prompts: Iterable[tuple[float, float, float, float]] = (),
-    ) -> AttentionWork:  # fmt: skip
+        is_packed: bool = True,
+        prompts: Iterable[tuple[float, float, float, float]] = (),
+    ) -> AttentionWork:
         """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of
         such documents.
 
@@ -471,10 +489,15 @@ class MixerKind(Part, ABC):
 
     @abstractmethod
     def measure_rates(
-        self, H: int, G: int, K: int, context_length: int, backend: str,
+        self,
+        H: int,
+        G: int,
+        K: int,
+        context_length: int,
+        backend: str,
         seconds: Callable[..., float],
         device: torch.device,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work`
         uses.
 
@@ -505,20 +528,33 @@ class AttentionKind(MixerKind):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Tensor | None,
+        lists: Tensor | None,
         backend: str,
         on_triton: bool,
-    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32 per branch, and lists, if
         it has any."""
 
     @abstractmethod
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None,
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
         outs: Sequence[Tensor],
-        lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str,
+        lses: Sequence[Tensor],
+        lists: Tensor | None,
+        segments: Tensor | None,
+        backend: str,
         on_triton: bool,
-    ) -> Sequence[Tensor]:  # fmt: skip
+    ) -> Sequence[Tensor]:
         """Returns dq, dk, dv and, if there are gates, their gradient, from `forward`'s results."""
 
     def normalise_lists(self, lists: Tensor, q: Tensor, segments: Tensor | None) -> Tensor:
@@ -539,9 +575,17 @@ class AttentionKind(MixerKind):
 
     @abstractmethod
     def footprint(
-        self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
-        context_length: int | None = None, longest: int | None = None,
-    ) -> AttentionBytes:  # fmt: skip
+        self,
+        T: int,
+        H: int,
+        G: int,
+        K: int,
+        *,
+        element_size: int = 2,
+        backend: str = "auto",
+        context_length: int | None = None,
+        longest: int | None = None,
+    ) -> AttentionBytes:
         """Returns the bytes that T tokens take.
 
         `context_length` (None: T) and `longest` are as in `backward_workspace`.
@@ -573,9 +617,16 @@ class AttentionKind(MixerKind):
         }
 
     def time(
-        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float],
-        device: torch.device, segments: Tensor | None = None,
-    ) -> tuple[float, float]:  # fmt: skip
+        self,
+        T: int,
+        H: int,
+        G: int,
+        K: int,
+        backend: str,
+        seconds: Callable[..., float],
+        device: torch.device,
+        segments: Tensor | None = None,
+    ) -> tuple[float, float]:
         """Returns the seconds of a forward, without the choice, and a backward over T tokens."""
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
         gates = None
