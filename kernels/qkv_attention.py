@@ -95,15 +95,9 @@ def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
 
 
 def _normalise_and_rotate(
-    q: Tensor,
-    k: Tensor,
-    norms: Sequence[Tensor],
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    impl: str,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None,
+    sin: Tensor | None, impl: str, rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if norms:
         q = _normalise(q, norms[0], eps, impl)
         k = _normalise(k, norms[1], eps, impl)
@@ -111,13 +105,9 @@ def _normalise_and_rotate(
 
 
 def project_heads(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    linear: Linear = PLAIN,
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None,
+    linear: Linear = PLAIN, impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated, and logits of the
     output's gate, if any."""
     weights, biases, norms, eps, K, has_gate, rotary_dim = parameters
@@ -281,24 +271,11 @@ def _fake_results(x, weights, biases, norms, eps, head_dim, *options):
     "fathom::qkv_attention", _fake_results, keepable="results", chooses="lists", composed=True
 )
 def _qkv_attention(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    head_dim: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None,
-    lists: Tensor | None,
-    kind: int,
-    linear: int,
-    backend: str,
-    on_triton: bool,
-    impl: str,
-    n: int,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float,
+    head_dim: int, cos: Tensor | None, sin: Tensor | None, segments: Tensor | None,
+    lists: Tensor | None, kind: int, linear: int, backend: str, on_triton: bool, impl: str, n: int,
     group_name: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G,
     blocks] for x [B, T, D].
 
@@ -324,13 +301,9 @@ def _qkv_attention(
 
 
 def _project_step(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    linear: Linear,
-    step: int,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], linear: Linear, step: int,
     division: _Division,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Projects x [B, T, D] to one step's heads of q, k and v, [B, T, (R + 2) n K]."""
     weight = linear.factor(_weight_of_step(weights, step, division))
     bias = _rows_of_step(biases, step, division)
@@ -338,13 +311,9 @@ def _project_step(
 
 
 def _put_results(
-    results: tuple[Tensor, Tensor, Tensor],
-    step_results: Sequence[Tensor],
-    step: int,
-    exchange: HeadExchange,
-    all_heads: _Division,
-    rank_heads: _Division,
-) -> None:
+    results: tuple[Tensor, Tensor, Tensor], step_results: Sequence[Tensor], step: int,
+    exchange: HeadExchange, all_heads: _Division, rank_heads: _Division,
+) -> None:  # fmt: skip
     """Writes a step's outputs, log-sum-exps and lists into those of all heads."""
     outs, lses, lists = results
     branches = len(outs)
@@ -400,24 +369,10 @@ class _QKVAttention(torch.autograd.Function):
         o_tensors, weights, biases, norms = options.split(parameters)
         kind, linear = options.kind, options.linear
         outs, lses, lists = torch.ops.fathom.qkv_attention(
-            x,
-            weights,
-            biases,
-            norms,
-            options.eps,
-            options.head_dim,
-            cos,
-            sin,
-            segments,
-            None,
-            kind.number,
-            linear.number,
-            options.backend,
-            options.on_triton,
-            options.impl,
-            options.n,
+            x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None,
+            kind.number, linear.number, options.backend, options.on_triton, options.impl, options.n,
             options.group_name,
-        )
+        )  # fmt: skip
         ctx.save_for_backward(x, gates, cos, sin, lists, outs, lses, *parameters)
         ctx.segments, ctx.options = segments, options
         return linear(
@@ -505,31 +460,15 @@ class _Backward:
         qkv = qkv.unflatten(0, self.batch).requires_grad_()
         with torch.enable_grad():
             heads = _split_heads(
-                qkv,
-                self.norms,
-                options.eps,
-                options.n * self.exchange.size,
-                self.cos,
-                self.sin,
-                options.head_dim,
-                options.impl,
-            )
+                qkv, self.norms, options.eps, options.n * self.exchange.size, self.cos, self.sin,
+                options.head_dim, options.impl,
+            )  # fmt: skip
         edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
         q, k, v = (to_heads(heads.pop(0).detach()) for _ in range(3))
         d_heads = attend_backward(
-            d_out,
-            q,
-            k,
-            v,
-            gates,
-            outs,
-            lses,
-            lists,
-            self.segments,
-            self.kind,
-            options.backend,
+            d_out, q, k, v, gates, outs, lses, lists, self.segments, self.kind, options.backend,
             options.on_triton,
-        )
+        )  # fmt: skip
         return qkv, edges, [*d_heads]
 
     def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
@@ -567,21 +506,12 @@ class _Backward:
 
 
 def qkv_attention(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    o_weight: Weight,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None = None,
-    *,
-    kind: AttentionKind = FULL,
-    gates: Tensor | None = None,
-    heads_at_a_time: int | None = None,
-    exchange: HeadExchange | None = None,
-    linear: Linear = PLAIN,
-    backend: str = "auto",
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None, segments: Tensor | None = None, *, kind: AttentionKind = FULL,
+    gates: Tensor | None = None, heads_at_a_time: int | None = None,
+    exchange: HeadExchange | None = None, linear: Linear = PLAIN, backend: str = "auto",
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the
     output projection.
 
@@ -608,50 +538,20 @@ def qkv_attention(
     exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
         return _all_heads(
-            x_BTD,
-            parameters,
-            o_weight,
-            cos,
-            sin,
-            segments,
-            kind,
-            gates,
-            exchange,
-            linear,
-            backend,
-            impl,
-        )
+            x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, exchange, linear,
+            backend, impl,
+        )  # fmt: skip
     return _some_heads_at_a_time(
-        x_BTD,
-        parameters,
-        o_weight,
-        cos,
-        sin,
-        segments,
-        kind,
-        gates,
-        heads_at_a_time,
-        exchange,
-        linear,
-        backend,
-        impl,
-    )
+        x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange,
+        linear, backend, impl,
+    )  # fmt: skip
 
 
 def _all_heads(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    o_weight: Weight,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None,
-    kind: AttentionKind,
-    gates: Tensor | None,
-    exchange: HeadExchange,
-    linear: Linear,
-    backend: str,
-    impl: str,
-) -> Tensor:
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None, segments: Tensor | None, kind: AttentionKind, gates: Tensor | None,
+    exchange: HeadExchange, linear: Linear, backend: str, impl: str,
+) -> Tensor:  # fmt: skip
     """Runs `qkv_attention` with all heads at once."""
     parameters, output_gate = parameters.parted()
     heads = project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]
@@ -676,51 +576,27 @@ def _all_heads(
 
 
 def _some_heads_at_a_time(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    o_weight: Weight,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None,
-    kind: AttentionKind,
-    gates: Tensor | None,
-    n: int,
-    exchange: HeadExchange,
-    linear: Linear,
-    backend: str,
-    impl: str,
-) -> Tensor:
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None, segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int,
+    exchange: HeadExchange, linear: Linear, backend: str, impl: str,
+) -> Tensor:  # fmt: skip
     """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention`
     to them."""
     on_triton = _check_steps(x_BTD, parameters, segments, kind, gates, n, exchange.size, impl)
     group_name = None if exchange.group is None else exchange.group.group_name
     tensors = tensors_of(o_weight), _fused(parameters.weights), parameters.biases, parameters.norms
     options = _Options(
-        parameters.eps,
-        parameters.head_dim,
-        kind,
-        linear,
-        choose_backend(backend, x_BTD.device),
-        on_triton,
-        impl,
-        n,
-        group_name,
-        tuple(map(len, tensors)),
-    )
+        parameters.eps, parameters.head_dim, kind, linear, choose_backend(backend, x_BTD.device),
+        on_triton, impl, n, group_name, tuple(map(len, tensors)),
+    )  # fmt: skip
     flat = itertools.chain(*tensors)
     return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *flat)
 
 
 def _check_steps(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    segments: Tensor | None,
-    kind: AttentionKind,
-    gates: Tensor | None,
-    n: int,
-    num_ranks: int,
-    impl: str,
-) -> bool:
+    x_BTD: Tensor, parameters: QKVParameters, segments: Tensor | None, kind: AttentionKind,
+    gates: Tensor | None, n: int, num_ranks: int, impl: str,
+) -> bool:  # fmt: skip
     """Returns `on_triton`, see `AttentionKind.check`. Raises ValueError for what cannot run n heads
     at a time."""
     weights, _, norms, _, K, has_output_gate, rotary_dim = parameters
@@ -874,17 +750,10 @@ class AttentionPart:
         return declared.results * num_tokens, declared.choices * num_tokens
 
     def inside_bytes(
-        self,
-        num_tokens: int,
-        element_size: int,
-        *,
-        backend: str,
-        context_length: int,
-        longest: int | None = None,
-        heads_at_a_time: int | None = None,
-        num_ranks: int = 1,
+        self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
+        longest: int | None = None, heads_at_a_time: int | None = None, num_ranks: int = 1,
         prompts: Iterable[tuple[float, float, float, float]] = (),
-    ) -> dict[str, int]:
+    ) -> dict[str, int]:  # fmt: skip
         (H, G, K), N = self.heads, num_ranks
         steps = G // N // (heads_at_a_time or G // N)
         H, G = H // N // steps, G // N // steps
@@ -919,14 +788,9 @@ class AttentionPart:
         }
 
     def linear_work(
-        self,
-        num_tokens: int,
-        hidden_size: int,
-        element_size: int,
-        *,
-        tile_size: int | None = None,
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
-    ) -> Work:
+    ) -> Work:  # fmt: skip
         """Counts the projections: `AttentionKind.flops` has attention's own operations."""
         q = self.num_heads * self.head_dim
         k = self.num_key_value_heads * self.head_dim
