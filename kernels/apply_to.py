@@ -30,21 +30,9 @@ from .rope import rope
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "olmo3",
-)
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text",
+    "qwen3_5_moe_text", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2", "olmo3",
+)  # fmt: skip
 WRAPPERS = ("qwen3_5", "qwen3_5_moe")  # beside images: the text model inside is of a type above
 GEMMA = ("gemma2", "gemma3_text")
 # their files hold the weights of norms minus 1
@@ -154,17 +142,9 @@ CHUNKED_RULE = "torch_chunk_gated_delta_rule"  # in the globals of transformers 
 @functools.cache
 def _delta_net_forward(original: FunctionType, impl: str):
     def gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        cu_seqlens=None,
-        **options,
-    ):
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None, **options,
+    ):  # fmt: skip
         """Returns out [B, T, H, V] and the states for q and k [B, T, G, K], v [B, T, H, V], g and
         beta [B, T, H]."""
         if use_qk_l2norm_in_kernel:
@@ -176,16 +156,9 @@ def _delta_net_forward(original: FunctionType, impl: str):
         if initial_state is not None:
             initial_state = initial_state.to(state_dtype)
         out, states = delta_rule(
-            query,
-            key,
-            value,
-            g.to(state_dtype),
-            beta.to(state_dtype),
-            segments=segments,
-            initial_state=initial_state,
-            with_state=True,
-            impl=impl,
-        )
+            query, key, value, g.to(state_dtype), beta.to(state_dtype), segments=segments,
+            initial_state=initial_state, with_state=True, impl=impl,
+        )  # fmt: skip
         return out, states if output_final_state else None
 
     return _with_function(inspect.unwrap(original), CHUNKED_RULE, gated_delta_rule)
@@ -249,25 +222,14 @@ def _causal_lm_forward(original, impl: str):
 
     @functools.wraps(original)
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
         inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            cache_name: kwargs.pop("cache", past_key_values),
-            "inputs_embeds": inputs_embeds,
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            cache_name: kwargs.pop("cache", past_key_values), "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
-        }
+        }  # fmt: skip
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is None or not all_logits:
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)

@@ -724,9 +724,8 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 (arXiv:2408.00118).
-        weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0
-            and below. They are taken as float32, are not differentiated, and do not change
-            `denominator`'s default.
+        weights: [...], finite factors of the rows' losses and gradients, taken as float32. They are
+            not differentiated, and do not change `denominator`'s default.
         denominator: divides the sum for "mean": a positive number or tensor of one element, such as
             the number of labels in all micro-batches of all ranks. The default is the number of
             rows not ignored. The loss is 0 where all rows are ignored.
@@ -738,8 +737,7 @@ def cross_entropy(
             its own classes, equally many on every rank, in the order of ranks. Every rank returns
             the loss over all classes.
 
-    Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or
-    a `Details`.
+    Returns the loss, float32 (float64 for float64 logits): [], or [...] for "none"; or `Details`.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that is not
@@ -759,8 +757,7 @@ def cross_entropy(
     # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
-        # The stored gradient is scaled, and backward leaves it alone.
-        # In float16, 1 / tokens would underflow.
+        # Forward scales the stored gradient, but in float16, where 1 / tokens would underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
         in_gradient = in_gradient if weights is None else in_gradient * weights
